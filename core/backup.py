@@ -1,0 +1,111 @@
+"""Where backups live: the options, and the arena they stand for on a platform."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hal.errors import HostMemoryError, InvalidArgument, Unsupported
+from hal.native import Arena, Backing, Device
+from hal.platform import Capabilities
+
+
+@dataclass(frozen=True)
+class BackupOptions:
+    """How backups of offloaded tags are kept.
+
+    `budget` bounds them in bytes (None: what the cgroup leaves). `retain` keeps them over a wake.
+    `backing` is "anonymous", "pinned", "file:DIR", or None for the platform's default: pinned
+    memory where it can be pinned, a file on a real disk where device and host memory are the same.
+    `verify` checks a checksum of every piece on the way back (files always do). `require_pinned`
+    makes a failed registration an error instead of a fallback. `compress` names a codec and must be
+    None in this version.
+    """
+
+    budget: int | None = None
+    retain: bool = False
+    compress: str | None = None
+    backing: str | None = None
+    verify: bool = False
+    require_pinned: bool = False
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget <= 0:
+            raise InvalidArgument(f"a backup budget must be positive, not {self.budget} bytes")
+        if self.compress is not None:
+            raise Unsupported(
+                f"compress={self.compress!r}", "this version", "it has no codec; use compress=None"
+            )
+        if self.backing is not None:
+            parse_backing(self.backing)
+
+
+def parse_backing(text: str) -> tuple[Backing, Path | None]:
+    """The backing and directory of an option's text; `InvalidArgument` for anything else."""
+    kind, _, directory = text.partition(":")
+    match kind, directory:
+        case "anonymous", "":
+            return Backing.ANONYMOUS, None
+        case "pinned", "":
+            return Backing.PINNED, None
+        case "file", directory if directory:
+            return Backing.FILE, Path(directory)
+    raise InvalidArgument(f"backing {text!r}: use 'anonymous', 'pinned' or 'file:DIR'")
+
+
+def default_backing(capabilities: Capabilities) -> tuple[Backing, Path | None]:
+    """The backing that frees memory on this platform."""
+    if capabilities.unified_memory:
+        return Backing.FILE, default_directory()
+    return (Backing.PINNED if capabilities.pinned_host else Backing.ANONYMOUS), None
+
+
+def default_directory() -> Path:
+    """The first directory on a real disk of `HAL_BACKUP_DIR`, the temporary one, /var/tmp and the
+    current one.
+    """
+    if named := os.environ.get("HAL_BACKUP_DIR"):
+        return Path(named)
+    candidates = (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd())  # noqa: S108 - files there are unlinked when opened
+    for directory in candidates:
+        if os.access(directory, os.W_OK) and not on_memory(directory):
+            return directory
+    names = ", ".join(map(str, candidates))
+    raise HostMemoryError(
+        None,
+        0,
+        None,
+        f"none of {names} is writable and on a disk; name a directory that is in HAL_BACKUP_DIR",
+    )
+
+
+def on_memory(directory: Path) -> bool:
+    """Whether a directory's file system keeps its files in memory, by the mount table."""
+    best, kind = "", ""
+    target = os.path.realpath(directory)
+    with Path("/proc/self/mounts").open(encoding="utf-8") as mounts:
+        for line in mounts:
+            point, fstype = line.split()[1:3]
+            inside = target == point or target.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, fstype
+    return kind in ("tmpfs", "ramfs")
+
+
+def open_arena(device: Device, capabilities: Capabilities, options: BackupOptions) -> Arena:
+    """The arena that the options stand for on this device."""
+    backing, directory = (
+        parse_backing(options.backing) if options.backing else default_backing(capabilities)
+    )
+    if backing is Backing.PINNED and options.require_pinned and not capabilities.pinned_host:
+        raise Unsupported("pinned host memory", capabilities.name, capabilities.pinned_host.reason)
+    return Arena(
+        device,
+        backing,
+        directory=directory,
+        budget=options.budget or 0,
+        verify=options.verify,
+        require_pinned=options.require_pinned,
+    )

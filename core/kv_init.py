@@ -1,0 +1,171 @@
+"""The scope around KV initialisation: state in `runtime`, the KV backing allocation alone in
+`kv_cache`.
+
+Block tables, slot mappings and attention metadata made while the KV cache is set up must outlive a
+sleep; the cache itself must not be copied. Where nested pool scopes give an allocation to the
+innermost one (LIFO) the runtime pool is open around the whole and the cache's pool within it. Where
+they give it to the outermost (FIFO), nesting would put the cache into the runtime pool, so either
+the state stays outside every pool (`fallback`: it stays on the device while asleep), or the outer
+scope is left while the inner one is open (`flatten`).
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hal.core.contents import Tensors, named_tensors
+from hal.core.tags import KV_CACHE, RUNTIME
+from hal.errors import InvalidArgument, StateError
+from hal.platform import PoolNesting
+from hal.pools import storage_address
+
+if TYPE_CHECKING:
+    from hal.core.sleep import SleepManager
+
+T = TypeVar("T", bound=Tensors)
+Nesting = Literal["auto", "fallback", "flatten"]
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """A live allocation in `kv_cache` that was not declared as KV payload."""
+
+    address: int
+    bytes: int
+    shape: tuple[int, ...] | None
+    where: str
+
+    def __str__(self) -> str:
+        shape = f" of shape {list(self.shape)}" if self.shape is not None else ""
+        return f"{self.bytes} bytes{shape} made at {self.where}"
+
+
+class KVInitScope:
+    """A context manager around KV initialisation; made by `SleepManager.kv_init`.
+
+    Inside it, `with kv.cache():` opens the `kv_cache` pool and `kv.declare(tensors)` says which
+    tensors are KV payload. At the end an audit lists every other live allocation made in `kv_cache`
+    in `findings`: a warning, or with `strict` a `StateError`.
+    """
+
+    def __init__(self, manager: SleepManager, *, nesting: Nesting, strict: bool) -> None:
+        self._manager, self._strict = manager, strict
+        self.strategy = _strategy(manager.capabilities.pool_nesting, nesting)
+        self.findings: tuple[AuditFinding, ...] = ()
+        self._payload: set[int] = set()
+        self._made: dict[int, _Made] = {}
+        self._runtime = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._open_runtime()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._runtime.close()
+        if kind is None:
+            self._audit()
+
+    def _open_runtime(self) -> None:
+        if self.strategy != "fallback":
+            self._runtime.enter_context(self._manager.pool(RUNTIME))
+
+    @contextmanager
+    def cache(self) -> Iterator[Self]:
+        """Open the `kv_cache` pool for the backing allocation, and nothing else."""
+        if self.strategy == "flatten":
+            self._runtime.close()
+        try:
+            with self._manager.pool(KV_CACHE), _Watch(self._made):
+                yield self
+        finally:
+            if self.strategy == "flatten":
+                self._open_runtime()
+
+    def declare(self, payload: T) -> T:
+        """Say that tensors are KV payload, whose contents a sleep may give up; returns them."""
+        self._payload |= {storage_address(t) for t in named_tensors(payload).values()}
+        return payload
+
+    def _audit(self) -> None:
+        live = dict(self._manager.live_blocks(KV_CACHE))
+        self.findings = tuple(
+            AuditFinding(address, made.bytes, made.shape, made.where)
+            for address, made in sorted(self._made.items())
+            if address in live and address not in self._payload
+        )
+        if not self.findings:
+            return
+        text = (
+            f"{len(self.findings)} allocation(s) in 'kv_cache' were not declared as KV payload and "
+            f"lose their contents with it: {'; '.join(map(str, self.findings))}; allocate them "
+            "outside cache(), or declare() them"
+        )
+        if self._strict:
+            raise StateError(text)
+        warnings.warn(text, stacklevel=3)
+
+
+def _strategy(order: PoolNesting, nesting: Nesting) -> Literal["nest", "fallback", "flatten"]:
+    match nesting:
+        case "auto":
+            return "nest" if order is PoolNesting.LIFO else "fallback"
+        case "fallback" | "flatten":
+            return nesting
+    raise InvalidArgument(f"nesting={nesting!r}: use 'auto', 'fallback' or 'flatten'")
+
+
+@dataclass(frozen=True)
+class _Made:
+    bytes: int
+    shape: tuple[int, ...]
+    where: str
+
+
+class _Watch(TorchDispatchMode):
+    """Notes where each storage that appears in a scope was made."""
+
+    def __init__(self, made: dict[int, _Made]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made = made
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                self._note(tensor)
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        address = storage_address(tensor)
+        if address and address not in self._made:
+            size = tensor.untyped_storage().nbytes()
+            self._made[address] = _Made(size, tuple(tensor.shape), _caller())
+
+
+def _caller() -> str:
+    """The innermost frame that is neither torch's nor this library's."""
+    for frame in reversed(traceback.extract_stack(limit=40)):
+        if "/torch/" not in frame.filename and frame.filename != __file__:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return "an unknown place"

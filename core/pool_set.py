@@ -1,0 +1,144 @@
+"""The pools of one manager, and the orders that a transition gives for their segments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hal.core.contents import Contents, Range
+from hal.core.tags import SCRATCH, Policy
+from hal.native import Action, Order, Segment
+from hal.platform import Platform
+from hal.pools import Pool, Snapshot, find_segment
+
+
+@dataclass(frozen=True)
+class ManagedPool:
+    """A pool with the policy that it fixes for itself, if any."""
+
+    pool: Pool
+    policy: Policy | None
+
+    @property
+    def tag(self) -> str:
+        return self.pool.tag
+
+
+@dataclass(frozen=True)
+class PoolOrders:
+    """What one pool contributes to a sleep: its policy, an order a segment, and its live blocks."""
+
+    tag: str
+    policy: Policy
+    orders: tuple[Order, ...]
+    blocks: tuple[Range, ...] = field(repr=False)
+    scratch: bool = False
+    """Its contents are made again by the engine: discarding them leaves nothing dirty."""
+
+    @property
+    def serials(self) -> set[int]:
+        return {order.segment.serial for order in self.orders}
+
+    @property
+    def bytes(self) -> int:
+        return sum(order.segment.size for order in self.orders)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(_kept(order) for order in self.orders)
+
+
+def _kept(order: Order) -> int:
+    if order.action is Action.DISCARD:
+        return 0
+    return order.segment.size if order.live is None else sum(size for _, size in order.live)
+
+
+class PoolSet:
+    """Pools by tag and fixed policy, made when first asked for; another manager has another set."""
+
+    def __init__(self, platform: Platform, device: int) -> None:
+        self._platform, self._device = platform, device
+        self._pools: dict[tuple[str, Policy | None], ManagedPool] = {}
+
+    def __iter__(self) -> Iterator[ManagedPool]:
+        return iter(tuple(self._pools.values()))
+
+    def get(self, tag: str, policy: Policy | None) -> Pool:
+        key = (tag, policy)
+        if key not in self._pools:
+            pool = self._platform.create_pool(tag, self._device)
+            self._pools[key] = ManagedPool(pool, policy)
+        return self._pools[key].pool
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(managed.tag for managed in self))
+
+    def open_tags(self) -> tuple[str, ...]:
+        """Tags of which a scope is open in some thread."""
+        return tuple(sorted({m.tag for m in self if m.pool.open_scopes}))
+
+    def segments(self, tag: str | None = None) -> list[Segment]:
+        """The segments of a tag, or of all, ordered by address."""
+        pools = [m.pool for m in self if tag is None or m.tag == tag]
+        return sorted((s for p in pools for s in p.segments()), key=lambda s: s.address)
+
+    def blocks(self, tag: str) -> list[Range]:
+        """(address, size) of the live blocks of a tag."""
+        return [block for m in self if m.tag == tag for block in _blocks(m.pool.snapshot())]
+
+    def tag_at(self, address: int) -> str | None:
+        """The tag whose segment holds an address."""
+        for managed in self:
+            if find_segment(managed.pool.segments(), address):
+                return managed.tag
+        return None
+
+    def close(self) -> None:
+        for key in list(self._pools):
+            self._pools.pop(key).pool.close()
+
+
+def orders_for(
+    managed: ManagedPool, policy: Policy, contents: Contents, *, trim: bool = True
+) -> PoolOrders:
+    """The orders that put one pool to sleep, from a snapshot that no allocation has overtaken.
+
+    Segments without a live block take no part: they are given up first, or only passed over without
+    `trim`. A preserved tensor in a discarded segment makes it an offload of those ranges alone.
+    """
+    pool = managed.pool
+    if trim:
+        pool.trim()
+    while True:
+        snapshot = pool.snapshot()
+        segments = pool.segments()
+        if pool.snapshot().generation == snapshot.generation:
+            break
+    if not trim:
+        segments = [s for s in segments if snapshot.live.get(s.address) != ()]
+    orders = tuple(_order(segment, snapshot, policy, contents) for segment in segments)
+    scratch = managed.tag in SCRATCH or managed.policy is Policy.DISCARD
+    return PoolOrders(managed.tag, policy, orders, tuple(_blocks(snapshot)), scratch)
+
+
+def _order(segment: Segment, snapshot: Snapshot, policy: Policy, contents: Contents) -> Order:
+    live = snapshot.live.get(segment.address)
+    if policy is Policy.OFFLOAD:
+        return Order(segment, Action.OFFLOAD, live)
+    whole = ((0, segment.size),)
+    kept = contents.preserved_in(segment.address, segment.size, whole if live is None else live)
+    return Order(segment, Action.OFFLOAD, kept) if kept else Order(segment, Action.DISCARD)
+
+
+def _blocks(snapshot: Snapshot) -> list[Range]:
+    return [
+        (address + offset, size)
+        for address, ranges in snapshot.live.items()
+        for offset, size in ranges
+    ]
+
+
+def orders_of(pools: Sequence[PoolOrders]) -> list[Order]:
+    return [order for pool in pools for order in pool.orders]

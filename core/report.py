@@ -1,0 +1,218 @@
+"""Plans and reports as values: what a transition would do, and what it did. All sizes are bytes,
+times seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hal.core.tags import Policy
+from hal.native import OrderResult, SegmentState, TransferReport
+
+SCHEMA_VERSION = 1
+_GIB = 1 << 30
+
+
+def rate_text(size: int, seconds: float) -> str:
+    """A size, its time and its rate, for people."""
+    rate = f", {size / seconds / 1e9:.1f} GB/s" if size and seconds > 0 else ""
+    return f"{size / _GIB:.3f} GiB in {seconds * 1e3:.1f} ms{rate}"
+
+
+@dataclass(frozen=True)
+class TagPlan:
+    """What a transition would do to one tag."""
+
+    tag: str
+    policy: Policy
+    segments: int
+    bytes: int
+    """Device memory released or taken."""
+    host_bytes: int
+    """Copied to or from the backups."""
+
+
+@dataclass(frozen=True)
+class SleepPlan:
+    """What a sleep would release and what it would need."""
+
+    tags: tuple[TagPlan, ...]
+    host_needed: int
+    host_available: int
+    fits: bool
+    why_not: str = ""
+
+    @property
+    def freed(self) -> int:
+        return sum(tag.bytes for tag in self.tags)
+
+
+@dataclass(frozen=True)
+class WakePlan:
+    """What a wake would take and whether it fits now; `free` is None when it is unknown."""
+
+    tags: tuple[TagPlan, ...]
+    needed: int
+    free: int | None
+    fits: bool | None
+    missing: int
+
+
+@dataclass(frozen=True)
+class TagReport:
+    """What a transition did to one tag; `seconds` is its share of the transition by bytes moved."""
+
+    tag: str
+    policy: Policy
+    segments: int
+    bytes: int
+    copied: int
+    filled: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes copied a second; 0 when nothing was copied."""
+        return self.copied / self.seconds if self.copied and self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Device memory that stays while asleep, by source; None when it is unknown, with a reason."""
+
+    source: str
+    bytes: int | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Report:
+    tags: tuple[TagReport, ...]
+    seconds: float
+    synchronize_seconds: float
+    host_seconds: float
+    copy_seconds: float
+    host_bytes: int
+    skipped: int
+    """Segments or tags that were in the asked state already."""
+    schema_version: int = field(default=SCHEMA_VERSION, kw_only=True)
+
+    @property
+    def total_bytes(self) -> int:
+        """Device memory released or taken in all."""
+        return sum(tag.bytes for tag in self.tags)
+
+    @property
+    def copied_bytes(self) -> int:
+        return sum(tag.copied for tag in self.tags)
+
+    def tag(self, name: str) -> TagReport | None:
+        """The entry of one tag, if it took part."""
+        return next((entry for entry in self.tags if entry.tag == name), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"kind": type(self).__name__, **_plain(asdict(self))}
+
+    def _tag_text(self) -> str:
+        return ", ".join(f"{t.tag} {t.policy.value} {t.bytes / _GIB:.3f} GiB" for t in self.tags)
+
+
+@dataclass(frozen=True)
+class SleepReport(_Report):
+    """What a sleep did; `bytes` of a tag is device memory released."""
+
+    level: int | None = None
+    residual: tuple[Residual, ...] = ()
+
+    def __str__(self) -> str:
+        what = f"level {self.level}" if self.level is not None else "policy"
+        return (
+            f"slept ({what}): released {rate_text(self.total_bytes, self.seconds)} "
+            f"[{self._tag_text() or 'nothing to do'}]"
+        )
+
+
+@dataclass(frozen=True)
+class WakeReport(_Report):
+    """What a wake did; `bytes` of a tag is device memory taken."""
+
+    still_asleep: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rest = f"; still asleep: {', '.join(self.still_asleep)}" if self.still_asleep else ""
+        return (
+            f"woke: took {rate_text(self.total_bytes, self.seconds)} "
+            f"[{self._tag_text() or 'nothing to do'}]{rest}"
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.value if isinstance(value, Policy) else value
+
+
+def merge(reports: Sequence[TransferReport]) -> TransferReport:
+    """One report for a transition that ran in several parts."""
+    first, *rest = reports
+    if not rest:
+        return first
+    total = merge(rest)
+    return TransferReport(
+        first.orders + total.orders,
+        first.copied + total.copied,
+        first.released + total.released,
+        first.mapped + total.mapped,
+        first.filled + total.filled,
+        max(first.host_bytes, total.host_bytes),
+        first.synchronize_seconds + total.synchronize_seconds,
+        first.host_seconds + total.host_seconds,
+        first.copy_seconds + total.copy_seconds,
+        first.total_seconds + total.total_seconds,
+        first.ended_asleep or total.ended_asleep,
+        first.rolled_back or total.rolled_back,
+    )
+
+
+def tag_reports(
+    report: TransferReport, groups: Iterable[tuple[str, Policy, set[int]]]
+) -> tuple[TagReport, ...]:
+    """The results of a transition by tag; a group is (tag, policy, serials of its segments)."""
+    moved = sum(_moved(result) for result in report.orders) or 1
+    entries = []
+    for tag, policy, serials in groups:
+        results = [r for r in report.orders if r.segment.serial in serials and not r.skipped]
+        if results:
+            share = sum(_moved(result) for result in results) / moved
+            entries.append(_tag_report(tag, policy, results, share * report.total_seconds))
+    return tuple(entries)
+
+
+def _moved(result: OrderResult) -> int:
+    return result.copied + result.released + result.mapped
+
+
+def _tag_report(tag: str, policy: Policy, results: list[OrderResult], seconds: float) -> TagReport:
+    return TagReport(
+        tag,
+        policy,
+        len(results),
+        sum(result.released or result.mapped for result in results),
+        sum(result.copied for result in results),
+        sum(result.filled for result in results),
+        seconds,
+    )
+
+
+def skipped_in(report: TransferReport) -> int:
+    """How many segments had nothing to do."""
+    return sum(result.skipped for result in report.orders)
+
+
+def is_asleep(state: SegmentState) -> bool:
+    return state in (SegmentState.ASLEEP_BACKED, SegmentState.ASLEEP_DISCARDED)

@@ -1,0 +1,754 @@
+"""Sleep and wake of an engine's tags on one device, as transactions."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
+
+from hal.core.backup import BackupOptions, open_arena
+from hal.core.contents import Contents, Tensors, named_tensors
+from hal.core.hooks import Hook, Hooks
+from hal.core.pool_set import ManagedPool, PoolOrders, PoolSet, orders_for, orders_of
+from hal.core.report import (
+    Residual,
+    SleepPlan,
+    SleepReport,
+    TagPlan,
+    WakePlan,
+    WakeReport,
+    is_asleep,
+    merge,
+    skipped_in,
+    tag_reports,
+)
+from hal.core.tags import Policy, level_of, tag_list
+from hal.errors import (
+    AsleepError,
+    DirtyError,
+    GroupError,
+    HalError,
+    HookError,
+    HostMemoryError,
+    InvalidArgument,
+    OutOfDeviceMemory,
+    StateError,
+    Unsupported,
+)
+from hal.native import (
+    Action,
+    Arena,
+    Order,
+    Segment,
+    SegmentState,
+    TransferFailed,
+    TransferReport,
+)
+from hal.platform import Platform, PoolNesting
+from hal.pools import Pool, storage_address
+
+if TYPE_CHECKING:
+    import torch
+
+    from hal.core.group import RankGroup
+    from hal.core.kv_init import KVInitScope
+
+POISON = 0xFF
+"""What debug mode fills memory without contents with: NaN in every float type, -1 in integers."""
+_POLL_SECONDS = 0.02
+Report = TypeVar("Report", SleepReport, WakeReport)
+
+
+class State(enum.Enum):
+    """Where a manager's tags are."""
+
+    AWAKE = "awake"
+    PARTLY_AWAKE = "partly awake"
+    ASLEEP = "asleep"
+
+
+class SleepManager:
+    """Puts the tags of one engine on one device to sleep and wakes them at the same addresses.
+
+    `deferrable` names the tags that a wake may leave asleep; any wake restores every other tag.
+    `debug` fills memory without contents with `POISON` at a wake. `group` makes the transitions of
+    several ranks agree. Every method is thread-safe; a failed transition raises a typed error with
+    state before = state after, unless the error's text says that it ended asleep.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        *,
+        device: int | None = None,
+        backup: BackupOptions | None = None,
+        deferrable: Iterable[str] = ("weights", "kv_cache"),
+        group: RankGroup | None = None,
+        debug: bool = False,
+    ) -> None:
+        self.platform = platform
+        self.device_index = device or 0
+        self.device = platform.device(self.device_index)
+        self.capabilities = platform.capabilities_of(self.device_index)
+        if not self.capabilities.virtual_memory:
+            raise Unsupported("sleep", platform.name, self.capabilities.virtual_memory.reason)
+        self.backup = backup or BackupOptions()
+        self.deferrable = frozenset((deferrable,) if isinstance(deferrable, str) else deferrable)
+        self.debug = debug
+        self.last_error: BaseException | None = None
+        self._group = group
+        self._pools = PoolSet(platform, self.device_index)
+        self._contents = Contents()
+        self._hooks = Hooks()
+        self._arena: Arena | None = None
+        self._sleeping: dict[str, Policy] = {}
+        self._orders: dict[int, Order] = {}
+        self._told_fallback = False
+        self._wakes = 0
+        self._lock = threading.RLock()
+        self._transition: str | None = None
+        self._scopes = threading.local()
+
+    # -- pools
+
+    @contextmanager
+    def pool(self, tag: str, policy: Policy | None = None) -> Iterator[Pool]:
+        """Allocate from the pool of `tag` on this thread; `policy` fixes what every sleep does to
+        this pool.
+
+        Raises `AsleepError` while the tag sleeps, and `StateError` inside another scope where the
+        platform would give the allocation to the outer one.
+        """
+        if not tag or not isinstance(tag, str):
+            raise InvalidArgument(f"a tag is a name, not {tag!r}")
+        with self._lock:
+            self._refuse_asleep(tag)
+            pool = self._pools.get(tag, policy)
+            stack: list[Pool] = self._scopes.__dict__.setdefault("open", [])
+            self._refuse_nesting(pool, stack)
+            scope = pool.use()
+            scope.__enter__()
+            stack.append(pool)
+        try:
+            yield pool
+        finally:
+            stack.remove(pool)
+            scope.__exit__(None, None, None)
+
+    def _refuse_asleep(self, tag: str) -> None:
+        if tag in self._sleeping:
+            raise AsleepError([tag], "its pool cannot allocate")
+
+    def _refuse_nesting(self, pool: Pool, stack: Sequence[Pool]) -> None:
+        if stack and stack[0] is not pool and self.capabilities.pool_nesting is PoolNesting.FIFO:
+            raise StateError(
+                f"{self.platform.name} gives an allocation to the outermost pool, so a "
+                f"{pool.tag!r} scope inside a {stack[0].tag!r} scope would allocate under the "
+                "wrong tag; leave the outer scope first, or use kv_init(), which does"
+            )
+
+    def kv_init(
+        self,
+        *,
+        nesting: Literal["auto", "fallback", "flatten"] = "auto",
+        strict: bool = False,
+    ) -> KVInitScope:
+        """The scope around KV initialisation: see `KVInitScope`."""
+        from hal.core.kv_init import KVInitScope
+
+        return KVInitScope(self, nesting=nesting, strict=strict)
+
+    # -- state
+
+    @property
+    def state(self) -> State:
+        with self._lock:
+            if not self._sleeping:
+                return State.AWAKE
+            return State.PARTLY_AWAKE if self._awake_tags() else State.ASLEEP
+
+    def _awake_tags(self) -> list[str]:
+        return [tag for tag in self._pools.tags if tag not in self._sleeping]
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether any tag sleeps; reading it has no side effect."""
+        return bool(self._sleeping)
+
+    @property
+    def sleeping_tags(self) -> frozenset[str]:
+        return frozenset(self._sleeping)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags that have a pool."""
+        return self._pools.tags
+
+    @property
+    def wake_count(self) -> int:
+        """How many wakes there were; what was registered before the last may be stale."""
+        return self._wakes
+
+    @property
+    def dirty(self) -> tuple[str, ...]:
+        """Names of what was discarded and not loaded again."""
+        with self._lock:
+            return self._contents.dirty()
+
+    @property
+    def backup_bytes(self) -> int:
+        """Bytes of host memory or disk that hold backups now."""
+        return self._arena.stats().used if self._arena else 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of host memory or disk taken for backups, in use or kept for the next sleep."""
+        return self._arena.stats().held if self._arena else 0
+
+    def require_awake(self, *tags: str) -> None:
+        """Raise `AsleepError` or `DirtyError` unless the tags (none given: all) may be used."""
+        with self._lock:
+            wanted = tag_list(tags, self._pools.tags) if tags else self._pools.tags
+            if asleep := [tag for tag in wanted if tag in self._sleeping]:
+                raise AsleepError(asleep)
+            if dirty := self._contents.dirty(wanted):
+                raise DirtyError(dirty)
+
+    # -- contents
+
+    def track(self, source: Tensors, prefix: str = "") -> None:
+        """Name tensors (a module's parameters and buffers, or a mapping) for dirty lists and
+        audits.
+        """
+        with self._lock:
+            self._contents.track(source, prefix)
+
+    def preserve(self, tensors: Tensors) -> None:
+        """Keep these tensors when their tag is discarded (buffers, scales, routing maps)."""
+        with self._lock:
+            self._contents.preserve(tensors)
+
+    def mark_loaded(self, source: str | Tensors) -> None:
+        """Note that a tag, or these tensors, hold their contents again."""
+        with self._lock:
+            if isinstance(source, str):
+                tag_list(source, self._pools.tags)
+            self._contents.mark_loaded(source)
+
+    def tag_of(self, tensor: torch.Tensor) -> str | None:
+        """The tag of the segment in which a tensor's storage lies; None when it is in no pool of
+        this manager.
+        """
+        address = storage_address(tensor)
+        return self._pools.tag_at(address) if address else None
+
+    def outside(self, source: Tensors) -> tuple[str, ...]:
+        """Names of the tensors whose storage lies in no pool: they stay where they are over a
+        sleep.
+        """
+        named = named_tensors(source)
+        return tuple(n for n, t in named.items() if t.numel() and self.tag_of(t) is None)
+
+    def live_blocks(self, tag: str) -> list[tuple[int, int]]:
+        """(address, size) in bytes of the blocks of a tag that hold something."""
+        return self._pools.blocks(tag)
+
+    def before_sleep(self, hook: Hook, name: str | None = None) -> None:
+        """Run `hook` before each sleep, in reverse order of registration; one that raises cancels
+        the sleep.
+        """
+        self._hooks.add_before_sleep(hook, name)
+
+    def after_wake(self, hook: Hook, name: str | None = None, tag: str | None = None) -> None:
+        """Run `hook` after each wake (of `tag`, if given), and after a sleep that did not happen.
+
+        One that raises leaves the woken tags asleep.
+        """
+        self._hooks.add_after_wake(hook, name, tag)
+
+    # -- plans
+
+    def plan_sleep(
+        self, level: int = 1, *, policy: Mapping[str, Policy] | None = None
+    ) -> SleepPlan:
+        """What `sleep` with these arguments would release and need; changes nothing."""
+        with self._lock:
+            pools = self._sleep_orders(self._resolve(level, policy), trim=False)
+            needed = sum(pool.host_bytes for pool in pools)
+            available, why_not = self._host_room(needed)
+            plans = (TagPlan(p.tag, p.policy, len(p.orders), p.bytes, p.host_bytes) for p in pools)
+            return SleepPlan(tuple(plans), needed, available, not why_not, why_not)
+
+    def _host_room(self, needed: int) -> tuple[int, str]:
+        arena = self._open_arena()
+        try:
+            arena.check(needed)
+        except HostMemoryError as error:
+            return error.available or 0, str(error)
+        stats = arena.stats()
+        return max(needed, stats.held - stats.used), ""
+
+    def plan_wake_up(self, tags: str | Iterable[str] | None = None) -> WakePlan:
+        """What `wake_up` with these arguments would take and whether it fits; changes nothing."""
+        with self._lock:
+            targets = self._wake_targets(tags)
+            plans = [self._wake_tag_plan(tag) for tag in targets]
+            needed = sum(plan.bytes for plan in plans)
+            free = self._free_memory()
+            missing = max(0, needed - free) if free is not None else 0
+            fits = None if free is None else not missing
+            return WakePlan(tuple(plans), needed, free, fits, missing)
+
+    def _wake_tag_plan(self, tag: str) -> TagPlan:
+        asleep = [s for s in self._pools.segments(tag) if is_asleep(s.state)]
+        size = sum(segment.size for segment in asleep)
+        host = sum(segment.backup_bytes for segment in asleep)
+        return TagPlan(tag, self._sleeping[tag], len(asleep), size, host)
+
+    def _free_memory(self) -> int | None:
+        """Free device memory, or None when it is unknown; a failing query must not hide the
+        caller's error.
+        """
+        if not self.capabilities.free_is_truthful:
+            return None
+        try:
+            return self.device.memory()[0]
+        except HalError:
+            return None
+
+    # -- sleep
+
+    def sleep(self, level: int = 1, *, policy: Mapping[str, Policy] | None = None) -> SleepReport:
+        """Put tags to sleep by a level, or by a policy a tag (a tag that it does not name is kept).
+
+        Tags already asleep keep their first policy. Raises `HostMemoryError`, `StateError` inside
+        an open scope, `UnknownTagError`, `HookError`, and the driver's typed errors; then
+        everything is awake as before.
+        """
+        with self._in_transition("sleep"):
+            actions = self._resolve(level, policy)
+            before = self.sleeping_tags
+            return self._as_one_group(
+                "sleep",
+                lambda: self._sleep(actions, None if policy is not None else level),
+                lambda: self._wake(tuple(self.sleeping_tags - before), 0.0),
+            )
+
+    def discard(self, tags: str | Iterable[str]) -> SleepReport:
+        """Give up contents and memory of these tags, and the backups of those that sleep."""
+        with self._in_transition("discard"):
+            wanted = tag_list(tags, self._pools.tags)
+            actions = {m: Policy.DISCARD for m in self._pools if m.tag in wanted}
+            return self._sleep(actions, None, drop_backups=True)
+
+    def _resolve(
+        self, level: int, policy: Mapping[str, Policy] | None
+    ) -> dict[ManagedPool, Policy]:
+        """What a sleep does to each pool; a pool's own policy wins over the level, not over
+        `policy`.
+        """
+        if policy is None:
+            chosen = level_of(level)
+            return {m: m.policy or chosen.policy(m.tag) for m in self._pools}
+        for tag, value in policy.items():
+            if not isinstance(value, Policy):
+                raise InvalidArgument(f"policy of {tag!r} is {value!r}, not a Policy")
+        tag_list(policy, self._pools.tags)
+        return {m: policy[m.tag] for m in self._pools if m.tag in policy}
+
+    def _sleep_orders(
+        self, actions: Mapping[ManagedPool, Policy], *, trim: bool = True
+    ) -> list[PoolOrders]:
+        return [
+            orders_for(managed, policy, self._contents, trim=trim)
+            for managed, policy in actions.items()
+            if policy is not Policy.KEEP and managed.tag not in self._sleeping
+        ]
+
+    def _sleep(
+        self,
+        actions: Mapping[ManagedPool, Policy],
+        level: int | None,
+        *,
+        drop_backups: bool = False,
+    ) -> SleepReport:
+        if open_tags := self._pools.open_tags():
+            raise StateError(
+                f"a scope of {', '.join(open_tags)} is open; leave it before a sleep, or what it "
+                "allocates would have no memory"
+            )
+        ignored = self._ignored(actions, warn=not drop_backups)
+        dropped = self._drop_backups(ignored) if drop_backups else None
+        pools = self._sleep_orders(actions)
+        if not pools:
+            return self._sleep_report([], dropped, level, len(ignored) or 1)
+        self._open_arena().check(sum(pool.host_bytes for pool in pools))
+        self._run_before_hooks()
+        pools = self._sleep_orders(actions)
+        report = self._transfer_to_sleep(pools)
+        return self._sleep_report(
+            pools, merge([r for r in (dropped, report) if r]), level, len(ignored)
+        )
+
+    def _ignored(self, actions: Mapping[ManagedPool, Policy], *, warn: bool) -> list[ManagedPool]:
+        """The pools that sleep already: they keep their first policy, and a differing request is
+        told.
+        """
+        asleep = [m for m in actions if m.tag in self._sleeping]
+        differing = sorted(
+            {
+                m.tag
+                for m in asleep
+                if actions[m] is not Policy.KEEP and actions[m] is not self._sleeping[m.tag]
+            }
+        )
+        if differing and warn:
+            warnings.warn(
+                f"{', '.join(differing)} sleep already and keep their policy; wake them first to "
+                "put them to sleep differently",
+                stacklevel=5,
+            )
+        return asleep
+
+    def _drop_backups(self, pools: Sequence[ManagedPool]) -> TransferReport | None:
+        given_up = [orders_for(managed, Policy.DISCARD, Contents()) for managed in pools]
+        if not given_up:
+            return None
+        orders = [Order(order.segment, Action.DROP_BACKUP) for order in orders_of(given_up)]
+        report = self.device.sleep(self._open_arena(), orders)
+        self._commit_sleep(given_up)
+        return report
+
+    def _run_before_hooks(self) -> None:
+        try:
+            self._hooks.run_before_sleep()
+        except HookError:
+            self._undo_before_hooks()
+            raise
+
+    def _undo_before_hooks(self) -> None:
+        """Tell the engine that it stays awake, without hiding the error that made it so."""
+        try:
+            self._hooks.run_after_wake(frozenset(self._awake_tags()))
+        except HookError as error:
+            warnings.warn(f"after the failed sleep: {error}", stacklevel=2)
+
+    def _transfer_to_sleep(self, pools: Sequence[PoolOrders]) -> TransferReport:
+        try:
+            report = self.device.sleep(self._open_arena(), orders_of(pools))
+        except TransferFailed as failure:
+            if failure.report.ended_asleep:
+                self._commit_sleep(pools)
+                failure.error.add_note(
+                    "what was released fits no more: it ended asleep, backups whole"
+                )
+            else:
+                self._undo_before_hooks()
+            raise failure.error from failure
+        self._commit_sleep(pools)
+        self._tell_fallback()
+        tracked = sum(pool.bytes for pool in pools)
+        if tracked and not report.released and not skipped_in(report):
+            raise StateError(
+                f"the sleep released 0 of {tracked} tracked bytes; the memory is still mapped"
+            )
+        return report
+
+    def _tell_fallback(self) -> None:
+        if self._open_arena().stats().fell_back and not self._told_fallback:
+            self._told_fallback = True
+            warnings.warn(
+                "host memory could not be pinned, backups are in pageable memory and slower; "
+                "BackupOptions(require_pinned=True) makes this an error",
+                stacklevel=6,
+            )
+
+    def _commit_sleep(self, pools: Sequence[PoolOrders]) -> None:
+        for pool in pools:
+            self._sleeping[pool.tag] = pool.policy
+            self._orders.update({order.segment.serial: order for order in pool.orders})
+            if pool.policy is Policy.DISCARD and not pool.scratch:
+                self._contents.mark_discarded(pool.tag, pool.blocks)
+
+    def _sleep_report(
+        self,
+        pools: Sequence[PoolOrders],
+        report: TransferReport | None,
+        level: int | None,
+        skipped: int,
+    ) -> SleepReport:
+        if report is None:
+            return SleepReport((), 0.0, 0.0, 0.0, 0.0, 0, skipped, level, self._residual())
+        return SleepReport(
+            tag_reports(report, ((p.tag, p.policy, p.serials) for p in pools)),
+            report.total_seconds,
+            report.synchronize_seconds,
+            report.host_seconds,
+            report.copy_seconds,
+            report.host_bytes,
+            skipped + skipped_in(report),
+            level,
+            self._residual(),
+        )
+
+    def _residual(self) -> tuple[Residual, ...]:
+        """What this process still holds on the device, tracked and untracked apart."""
+        own = sum(s.size for s in self._pools.segments() if not is_asleep(s.state))
+        mapped = self.device.counters().mapped_bytes
+        info = self.platform.get_memory_info(self.device_index)
+        outside = None if info.process_used is None else max(0, info.process_used - mapped)
+        return (
+            Residual("awake tags", own),
+            Residual("other pools", mapped - own),
+            Residual(f"outside the pools, by {info.source}", outside, info.reason),
+        )
+
+    # -- wake
+
+    def wake_up(
+        self,
+        tags: str | Iterable[str] | None = None,
+        *,
+        wait_for_memory: float | None = None,
+    ) -> WakeReport:
+        """Wake all tags, or the given ones with every tag that is not deferrable.
+
+        `wait_for_memory`: seconds to wait for enough free device memory. Raises
+        `OutOfDeviceMemory`, `HookError`, `BackupCorrupted`, `UnknownTagError` and the driver's
+        typed errors; then it is asleep as before, backups whole.
+        """
+        with self._in_transition("wake_up"):
+            targets = self._wake_targets(tags)
+            policies = {m: self._sleeping[m.tag] for m in self._pools if m.tag in targets}
+            return self._as_one_group(
+                "wake_up",
+                lambda: self._wake(targets, wait_for_memory or 0.0),
+                lambda: self._sleep(policies, None),
+            )
+
+    def _wake(self, targets: tuple[str, ...], wait_for_memory: float) -> WakeReport:
+        if not targets:
+            return WakeReport((), 0.0, 0.0, 0.0, 0.0, 0, 1, self._still_asleep())
+        segments = self._asleep_segments(targets)
+        self._wait_for_room(targets, segments, wait_for_memory)
+        report = self._transfer_to_wake(targets, segments)
+        groups = [(t, self._sleeping[t], self._serials(t)) for t in targets]
+        self._finish_wake(targets, segments)
+        return WakeReport(
+            tag_reports(report, groups),
+            report.total_seconds,
+            report.synchronize_seconds,
+            report.host_seconds,
+            report.copy_seconds,
+            report.host_bytes,
+            skipped_in(report),
+            self._still_asleep(),
+        )
+
+    def _as_one_group(
+        self, name: str, act: Callable[[], Report], undo: Callable[[], object]
+    ) -> Report:
+        """Do a transition on every rank of the group or on none of them."""
+        if self._group is None:
+            return act()
+        failure: HalError | None = None
+        try:
+            report = act()
+        except HalError as error:
+            failure = error
+        failed = self._group.failures(name, failure)
+        if failure is not None:
+            raise failure
+        if failed:
+            undo()
+            raise GroupError(name, failed)
+        return report
+
+    def _serials(self, tag: str) -> set[int]:
+        return {segment.serial for segment in self._pools.segments(tag)}
+
+    def _still_asleep(self) -> tuple[str, ...]:
+        return tuple(sorted(self._sleeping))
+
+    def _wake_targets(self, tags: str | Iterable[str] | None) -> tuple[str, ...]:
+        """The sleeping tags that a wake restores; none for an empty list."""
+        if tags is None:
+            return tuple(self._sleeping)
+        wanted = tag_list(tags, self._pools.tags)
+        if not wanted:
+            return ()
+        return tuple(t for t in self._sleeping if t in wanted or t not in self.deferrable)
+
+    def _asleep_segments(self, tags: Iterable[str]) -> list[Segment]:
+        """The segments to wake; those whose last tensor was freed meanwhile are given up first."""
+        for managed in self._pools:
+            if managed.tag in tags:
+                managed.pool.trim()
+        segments = [segment for tag in tags for segment in self._pools.segments(tag)]
+        return [segment for segment in segments if is_asleep(segment.state)]
+
+    def _wait_for_room(
+        self, tags: Sequence[str], segments: Sequence[Segment], seconds: float
+    ) -> None:
+        """Refuse, before anything changes, a wake that does not fit even after waiting."""
+        needed = sum(segment.size for segment in segments)
+        deadline = time.monotonic() + seconds
+        while (free := self._free_memory()) is not None and free < needed:
+            if time.monotonic() >= deadline:
+                raise OutOfDeviceMemory(", ".join(tags), needed, free)
+            time.sleep(_POLL_SECONDS)
+
+    def _transfer_to_wake(self, tags: Sequence[str], segments: Sequence[Segment]) -> TransferReport:
+        done: list[TransferReport] = []
+        woken: list[Segment] = []
+        for part in self._wake_parts(segments):
+            try:
+                done.append(
+                    self.device.wake(
+                        self._open_arena(),
+                        part,
+                        fill=POISON if self.debug else None,
+                        retain=self.backup.retain,
+                    )
+                )
+            except TransferFailed as failure:
+                self._sleep_again(woken)
+                raise self._wake_error(failure.error, tags, segments) from failure
+            woken += part
+            self._give_back_host_memory()
+        return merge(done)
+
+    def _wake_parts(self, segments: Sequence[Segment]) -> list[list[Segment]]:
+        """One part; where device and host memory are the same, two.
+
+        There the backups have to go before discarded tags take their memory again, or both would
+        have to fit.
+        """
+        if not self.capabilities.unified_memory:
+            return [list(segments)]
+        backed = [s for s in segments if s.state is SegmentState.ASLEEP_BACKED]
+        discarded = [s for s in segments if s.state is not SegmentState.ASLEEP_BACKED]
+        return [part for part in (backed, discarded) if part] or [[]]
+
+    def _wake_error(
+        self, error: HalError, tags: Sequence[str], segments: Sequence[Segment]
+    ) -> HalError:
+        if not isinstance(error, OutOfDeviceMemory):
+            return error
+        needed = sum(segment.size for segment in segments)
+        return OutOfDeviceMemory(", ".join(tags), needed, self._free_memory(), "wake_up")
+
+    def _finish_wake(self, tags: Sequence[str], segments: Sequence[Segment]) -> None:
+        """Run the after-wake hooks and commit; a hook that raises puts what woke back to sleep."""
+        self._wakes += 1
+        policies = {tag: self._sleeping.pop(tag) for tag in tags}
+        for tag in tags:
+            self._contents.forget_freed(tag, self._pools.blocks(tag))
+        try:
+            self._hooks.run_after_wake(frozenset(tags))
+        except HookError:
+            self._sleeping.update(policies)
+            self._sleep_again(segments)
+            raise
+        for segment in segments:
+            self._orders.pop(segment.serial, None)
+
+    def _sleep_again(self, segments: Sequence[Segment]) -> None:
+        """Undo the wake of `segments`; if even that fails they stay mapped, and the next wake finds
+        them so.
+        """
+        current = {segment.serial: segment for segment in self._pools.segments()}
+        orders = [
+            Order(current[s.serial], self._orders[s.serial].action, self._orders[s.serial].live)
+            for s in segments
+            if s.serial in current
+        ]
+        if not orders:
+            return
+        try:
+            self.device.sleep(self._open_arena(), orders)
+        except TransferFailed as failure:
+            warnings.warn(
+                f"the failed wake could not be undone ({failure.error}); its memory stays mapped "
+                "until the next wake_up()",
+                stacklevel=2,
+            )
+
+    # -- host memory
+
+    def _open_arena(self) -> Arena:
+        if self._arena is None:
+            self._arena = open_arena(self.device, self.capabilities, self.backup)
+        return self._arena
+
+    def _give_back_host_memory(self) -> None:
+        """Give unused host memory back where it is cheap to take again; pinned memory is kept for
+        the next sleep.
+        """
+        arena = self._open_arena()
+        if not self.backup.retain and not arena.stats().pinned:
+            arena.trim()
+
+    def prepare(self, size: int) -> None:
+        """Take host memory for backups of `size` bytes now instead of at the next sleep."""
+        with self._lock:
+            self._open_arena().prepare(size)
+
+    def trim_host(self) -> int:
+        """Give host memory that holds no backup back to the system; returns bytes."""
+        with self._lock:
+            return self._arena.trim() if self._arena else 0
+
+    # -- life
+
+    @contextmanager
+    def _in_transition(self, name: str) -> Iterator[None]:
+        with self._lock:
+            if self._transition:
+                raise StateError(
+                    f"{name}() was called from a hook of {self._transition}(); return first"
+                )
+            self._transition = name
+            try:
+                yield
+                self.last_error = None
+            except BaseException as error:
+                self.last_error = error
+                raise
+            finally:
+                self._transition = None
+
+    def close(self) -> None:
+        """Give the pools and the host memory back; `StateError` while tensors sleep, since they
+        would be lost.
+        """
+        with self._lock:
+            live = [tag for tag in self._sleeping if self._pools.blocks(tag)]
+            if live:
+                raise StateError(
+                    f"{', '.join(live)} still sleep with live tensors; wake_up() or free them "
+                    "before close()"
+                )
+            self._pools.close()
+            self._sleeping.clear()
+            if self._arena:
+                self._arena.trim()
+                self._arena.close()
+                self._arena = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()

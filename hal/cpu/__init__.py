@@ -1,0 +1,1 @@
+"""The host CPU as a platform: host memory is the device memory."""

@@ -1,0 +1,64 @@
+"""One suite, every platform: the fixtures that a contract test runs over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hal.core import BackupOptions, SleepManager
+from hal.platform import Platform
+from support import TARGETS, Target, release_held
+
+
+@pytest.fixture(params=TARGETS, ids=lambda target: target.name)
+def target(request: pytest.FixtureRequest) -> Target:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _held() -> Iterator[None]:
+    yield
+    release_held()
+
+
+@pytest.fixture
+def platform(target: Target) -> Iterator[Platform]:
+    made = target.make()
+    yield made
+    made.device().clear_faults()
+
+
+@pytest.fixture(params=["anonymous", "file"])
+def backing(request: pytest.FixtureRequest, disk: Path) -> str:
+    return "anonymous" if request.param == "anonymous" else f"file:{disk}"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A directory on a real disk, as file backings need."""
+    return tmp_path
+
+
+@pytest.fixture
+def manager(platform: Platform) -> Iterator[Callable[..., SleepManager]]:
+    """Makes managers on the platform, and checks at the end that their books close."""
+    made: list[SleepManager] = []
+
+    def make(backing: str = "anonymous", **options: Any) -> SleepManager:
+        backup = options.pop("backup", None) or BackupOptions(backing=backing)
+        made.append(SleepManager(platform, backup=backup, **options))
+        return made[-1]
+
+    yield make
+    platform.device().clear_faults()
+    for sleeper in made:
+        if sleeper.is_sleeping:
+            sleeper.wake_up()
+
+
+@pytest.fixture
+def sleeper(manager: Callable[..., SleepManager]) -> SleepManager:
+    return manager()
