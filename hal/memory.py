@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class TorchUsage:
+    """What torch's own allocator holds on a device outside the pools, in bytes."""
+
+    allocated: int
+    cached: int
+
+
+@dataclass(frozen=True)
 class MemoryInfo:
     """Memory of one device, in bytes; an unknown figure is None with a reason, never 0.
 

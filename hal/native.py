@@ -711,13 +711,16 @@ class Device:
 
     # -- transitions
 
-    def sleep(self, arena: Arena, orders: Sequence[Order]) -> TransferReport:
-        """Offload and discard segments as one transaction; raises `TransferFailed`."""
+    def sleep(self, arena: Arena | None, orders: Sequence[Order]) -> TransferReport:
+        """Offload and discard segments as one transaction; raises `TransferFailed`.
+
+        Without an arena nothing can be offloaded.
+        """
         raw, ranges = _raw_orders(orders)
         report, status = _Report(), Status()
         kind = library().hal_sleep(
             self.handle,
-            arena.handle,
+            arena.handle if arena else None,
             raw,
             len(orders),
             ranges,
@@ -729,7 +732,7 @@ class Device:
 
     def wake(
         self,
-        arena: Arena,
+        arena: Arena | None,
         segments: Iterable[Segment],
         *,
         fill: int | None = None,
@@ -745,7 +748,7 @@ class Device:
         report, status = _Report(), Status()
         kind = library().hal_wake(
             self.handle,
-            arena.handle,
+            arena.handle if arena else None,
             raw,
             len(orders),
             -1 if fill is None else fill,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from hal.errors import StateError
 
 if TYPE_CHECKING:
-    from hal.memory import MemoryInfo
+    from hal.memory import MemoryInfo, TorchUsage
     from hal.native import Device
     from hal.pools import Pool
 
@@ -108,6 +108,13 @@ class Platform(abc.ABC):
     @abc.abstractmethod
     def get_memory_info(self, device: int = 0) -> MemoryInfo:
         """Memory of `device` from the best source that answers; a missing source never raises."""
+
+    def torch_usage(
+        self,
+        device: int = 0,  # noqa: ARG002 - for the platforms that have an answer
+    ) -> TorchUsage | None:
+        """What torch holds outside the pools; None where torch caches nothing on this device."""
+        return None
 
     @abc.abstractmethod
     def create_pool(self, tag: str, device: int = 0) -> Pool:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hal.errors import StateError
+from hal.errors import StateError, Unsupported
 from hal.native import Device, Segment
 from hal.platform import PoolNesting
 
@@ -61,14 +61,34 @@ class Pool(abc.ABC):
     @contextmanager
     def use(self) -> Iterator[Pool]:
         """Allocate from this pool on this thread; scopes nest in the platform's order."""
+        with self._counted(), self._scope():
+            yield self
+
+    @contextmanager
+    def capture(self) -> Iterator[tuple[int, int]]:
+        """Yield the id to capture graphs into this pool with; `Unsupported` where that cannot be.
+
+        From then on the pool is copied whole and never trimmed: a captured graph reads blocks that
+        look free.
+        """
+        with self._counted(), self._capture() as pool_id:
+            yield pool_id
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
         with self._lock:
             self._scopes += 1
         try:
-            with self._scope():
-                yield self
+            yield
         finally:
             with self._lock:
                 self._scopes -= 1
+
+    def _capture(self) -> AbstractContextManager[tuple[int, int]]:
+        """The platform's own way to capture into this pool."""
+        raise Unsupported(
+            "a pool for captured graphs", self.device.driver, "its tensors are in host memory"
+        )
 
     @abc.abstractmethod
     def _scope(self) -> AbstractContextManager[object]:

@@ -1,0 +1,72 @@
+"""What all tests share: fresh interpreters, markers that need hardware, and hypothesis without a
+clock.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from hal.detect import survey
+
+ROOT = Path(__file__).resolve().parent.parent
+VENDOR_MARKERS = ("cuda", "rocm", "xpu")
+
+# hypothesis's own profile for CI draws the same examples in every run.
+_PARENT = hypothesis.settings.get_profile("ci" if os.environ.get("CI") else "default")
+hypothesis.settings.register_profile("project", _PARENT, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("project")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, each with the reason that detection gives."""
+    reasons = survey() if any(_vendors_of(item) for item in items) else {}
+    for item in items:
+        for vendor in _vendors_of(item):
+            if why_not := reasons.get(vendor, "unknown platform"):
+                item.add_marker(pytest.mark.skip(reason=f"needs {vendor}: {why_not}"))
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
+
+
+def _vendors_of(item: pytest.Item) -> list[str]:
+    return [name for name in VENDOR_MARKERS if item.get_closest_marker(name)]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The project's folder."""
+    return ROOT
+
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> RunPython:
+    """Run Python outside the source tree in a fresh interpreter: `run_python("-c", code)`."""
+
+    def run(
+        *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
