@@ -63,10 +63,12 @@ class KVInitScope:
         self.strategy = _strategy(manager.capabilities.pool_nesting, nesting)
         self.findings: tuple[AuditFinding, ...] = ()
         self._payload: set[int] = set()
+        self._before: set[int] = set()
         self._made: dict[int, _Made] = {}
         self._runtime = ExitStack()
 
     def __enter__(self) -> Self:
+        self._before = set(self._live())
         self._open_runtime()
         return self
 
@@ -102,12 +104,12 @@ class KVInitScope:
         return payload
 
     def _audit(self) -> None:
-        live = dict(self._manager.live_blocks(KV_CACHE))
-        self.findings = tuple(
-            AuditFinding(address, made.bytes, made.shape, made.where)
-            for address, made in sorted(self._made.items())
-            if address in live and address not in self._payload
-        )
+        undeclared = {
+            address: size
+            for address, size in self._live().items()
+            if address not in self._before and address not in self._payload
+        }
+        self.findings = tuple(self._finding(*block) for block in sorted(undeclared.items()))
         if not self.findings:
             return
         text = (
@@ -118,6 +120,14 @@ class KVInitScope:
         if self._strict:
             raise StateError(text)
         warnings.warn(text, stacklevel=3)
+
+    def _live(self) -> dict[int, int]:
+        return dict(self._manager.live_blocks(KV_CACHE))
+
+    def _finding(self, address: int, size: int) -> AuditFinding:
+        if made := self._made.get(address):
+            return AuditFinding(address, made.bytes, made.shape, made.where)
+        return AuditFinding(address, size, None, "a library's own memory, unseen by the dispatcher")
 
 
 def _strategy(order: PoolNesting, nesting: Nesting) -> Literal["nest", "fallback", "flatten"]:

@@ -157,11 +157,25 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Policy) else value
 
 
+NOTHING_MOVED = TransferReport((), 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, False, False)
+
+
+def timings(report: TransferReport) -> dict[str, Any]:
+    """The fields that a transition's report has from the device's own."""
+    return {
+        "seconds": report.total_seconds,
+        "synchronize_seconds": report.synchronize_seconds,
+        "host_seconds": report.host_seconds,
+        "copy_seconds": report.copy_seconds,
+        "host_bytes": report.host_bytes,
+    }
+
+
 def merge(reports: Sequence[TransferReport]) -> TransferReport:
     """One report for a transition that ran in several parts."""
+    if not reports:
+        return NOTHING_MOVED
     first, *rest = reports
-    if not rest:
-        return first
     total = merge(rest)
     return TransferReport(
         first.orders + total.orders,

@@ -7,16 +7,16 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
-from hal.core.backup import BackupOptions, open_arena
+from hal.core.backup import BackupOptions
 from hal.core.contents import Contents, Tensors, named_tensors
 from hal.core.hooks import Hook, Hooks
 from hal.core.pool_set import ManagedPool, PoolOrders, PoolSet, orders_for, orders_of
 from hal.core.report import (
-    Residual,
+    NOTHING_MOVED,
     SleepPlan,
     SleepReport,
     TagPlan,
@@ -26,29 +26,23 @@ from hal.core.report import (
     merge,
     skipped_in,
     tag_reports,
+    timings,
 )
-from hal.core.tags import Policy, level_of, tag_list
+from hal.core.residual import give_torch_cache_back, residual
+from hal.core.tags import CUDAGRAPH, Policy, level_of, tag_list
+from hal.core.transfer import Transfer
 from hal.errors import (
     AsleepError,
     DirtyError,
     GroupError,
     HalError,
     HookError,
-    HostMemoryError,
     InvalidArgument,
     OutOfDeviceMemory,
     StateError,
     Unsupported,
 )
-from hal.native import (
-    Action,
-    Arena,
-    Order,
-    Segment,
-    SegmentState,
-    TransferFailed,
-    TransferReport,
-)
+from hal.native import Action, Segment, TransferFailed, TransferReport
 from hal.platform import Platform, PoolNesting
 from hal.pools import Pool, storage_address
 
@@ -58,8 +52,6 @@ if TYPE_CHECKING:
     from hal.core.group import RankGroup
     from hal.core.kv_init import KVInitScope
 
-POISON = 0xFF
-"""What debug mode fills memory without contents with: NaN in every float type, -1 in integers."""
 _POLL_SECONDS = 0.02
 Report = TypeVar("Report", SleepReport, WakeReport)
 
@@ -76,7 +68,7 @@ class SleepManager:
     """Puts the tags of one engine on one device to sleep and wakes them at the same addresses.
 
     `deferrable` names the tags that a wake may leave asleep; any wake restores every other tag.
-    `debug` fills memory without contents with `POISON` at a wake. `group` makes the transitions of
+    `debug` fills memory without contents with 0xFF at a wake. `group` makes the transitions of
     several ranks agree. Every method is thread-safe; a failed transition raises a typed error with
     state before = state after, unless the error's text says that it ended asleep.
     """
@@ -105,10 +97,8 @@ class SleepManager:
         self._pools = PoolSet(platform, self.device_index)
         self._contents = Contents()
         self._hooks = Hooks()
-        self._arena: Arena | None = None
+        self._transfer = Transfer(self.device, self.capabilities, self.backup, debug=debug)
         self._sleeping: dict[str, Policy] = {}
-        self._orders: dict[int, Order] = {}
-        self._told_fallback = False
         self._wakes = 0
         self._lock = threading.RLock()
         self._transition: str | None = None
@@ -126,19 +116,34 @@ class SleepManager:
         """
         if not tag or not isinstance(tag, str):
             raise InvalidArgument(f"a tag is a name, not {tag!r}")
+        stack: list[Pool] = self._scopes.__dict__.setdefault("open", [])
+        with ExitStack() as scope:
+            with self._lock:  # until the scope counts as open, no sleep may begin
+                self._refuse_asleep(tag)
+                pool = self._pools.get(tag, policy)
+                self._refuse_nesting(pool, stack)
+                scope.enter_context(pool.use())
+            stack.append(pool)
+            scope.callback(stack.remove, pool)
+            yield pool
+
+    @contextmanager
+    def graph_pool(self, tag: str = CUDAGRAPH) -> Iterator[tuple[int, int]]:
+        """Yield the id with which graphs are captured into the pool of `tag`, to sleep with it.
+
+        Raises `Unsupported` where a graph's pool cannot sleep, `AsleepError` while the tag does.
+        """
+        if not self.capabilities.graph_pools:
+            raise Unsupported(
+                "a pool for captured graphs",
+                self.platform.name,
+                self.capabilities.graph_pools.reason,
+            )
         with self._lock:
             self._refuse_asleep(tag)
-            pool = self._pools.get(tag, policy)
-            stack: list[Pool] = self._scopes.__dict__.setdefault("open", [])
-            self._refuse_nesting(pool, stack)
-            scope = pool.use()
-            scope.__enter__()
-            stack.append(pool)
-        try:
-            yield pool
-        finally:
-            stack.remove(pool)
-            scope.__exit__(None, None, None)
+            pool = self._pools.get(tag, None)
+        with pool.capture() as pool_id:
+            yield pool_id
 
     def _refuse_asleep(self, tag: str) -> None:
         if tag in self._sleeping:
@@ -203,12 +208,12 @@ class SleepManager:
     @property
     def backup_bytes(self) -> int:
         """Bytes of host memory or disk that hold backups now."""
-        return self._arena.stats().used if self._arena else 0
+        return self._transfer.stats().used
 
     @property
     def held_bytes(self) -> int:
         """Bytes of host memory or disk taken for backups, in use or kept for the next sleep."""
-        return self._arena.stats().held if self._arena else 0
+        return self._transfer.stats().held
 
     def require_awake(self, *tags: str) -> None:
         """Raise `AsleepError` or `DirtyError` unless the tags (none given: all) may be used."""
@@ -280,18 +285,9 @@ class SleepManager:
         with self._lock:
             pools = self._sleep_orders(self._resolve(level, policy), trim=False)
             needed = sum(pool.host_bytes for pool in pools)
-            available, why_not = self._host_room(needed)
+            available, why_not = self._transfer.room(needed)
             plans = (TagPlan(p.tag, p.policy, len(p.orders), p.bytes, p.host_bytes) for p in pools)
             return SleepPlan(tuple(plans), needed, available, not why_not, why_not)
-
-    def _host_room(self, needed: int) -> tuple[int, str]:
-        arena = self._open_arena()
-        try:
-            arena.check(needed)
-        except HostMemoryError as error:
-            return error.available or 0, str(error)
-        stats = arena.stats()
-        return max(needed, stats.held - stats.used), ""
 
     def plan_wake_up(self, tags: str | Iterable[str] | None = None) -> WakePlan:
         """What `wake_up` with these arguments would take and whether it fits; changes nothing."""
@@ -387,7 +383,7 @@ class SleepManager:
         pools = self._sleep_orders(actions)
         if not pools:
             return self._sleep_report([], dropped, level, len(ignored) or 1)
-        self._open_arena().check(sum(pool.host_bytes for pool in pools))
+        self._transfer.check_room(sum(pool.host_bytes for pool in pools))
         self._run_before_hooks()
         pools = self._sleep_orders(actions)
         report = self._transfer_to_sleep(pools)
@@ -416,11 +412,12 @@ class SleepManager:
         return asleep
 
     def _drop_backups(self, pools: Sequence[ManagedPool]) -> TransferReport | None:
-        given_up = [orders_for(managed, Policy.DISCARD, Contents()) for managed in pools]
-        if not given_up:
+        """Give backups up, but for those that hold a preserved tensor."""
+        given_up = [orders_for(managed, Policy.DISCARD, self._contents) for managed in pools]
+        orders = [order for order in orders_of(given_up) if order.action is Action.DISCARD]
+        if not orders:
             return None
-        orders = [Order(order.segment, Action.DROP_BACKUP) for order in orders_of(given_up)]
-        report = self.device.sleep(self._open_arena(), orders)
+        report = self._transfer.drop_backups(orders)
         self._commit_sleep(given_up)
         return report
 
@@ -440,7 +437,7 @@ class SleepManager:
 
     def _transfer_to_sleep(self, pools: Sequence[PoolOrders]) -> TransferReport:
         try:
-            report = self.device.sleep(self._open_arena(), orders_of(pools))
+            report = self._transfer.to_sleep(orders_of(pools))
         except TransferFailed as failure:
             if failure.report.ended_asleep:
                 self._commit_sleep(pools)
@@ -451,7 +448,7 @@ class SleepManager:
                 self._undo_before_hooks()
             raise failure.error from failure
         self._commit_sleep(pools)
-        self._tell_fallback()
+        give_torch_cache_back(self.platform)
         tracked = sum(pool.bytes for pool in pools)
         if tracked and not report.released and not skipped_in(report):
             raise StateError(
@@ -459,19 +456,9 @@ class SleepManager:
             )
         return report
 
-    def _tell_fallback(self) -> None:
-        if self._open_arena().stats().fell_back and not self._told_fallback:
-            self._told_fallback = True
-            warnings.warn(
-                "host memory could not be pinned, backups are in pageable memory and slower; "
-                "BackupOptions(require_pinned=True) makes this an error",
-                stacklevel=6,
-            )
-
     def _commit_sleep(self, pools: Sequence[PoolOrders]) -> None:
         for pool in pools:
             self._sleeping[pool.tag] = pool.policy
-            self._orders.update({order.segment.serial: order for order in pool.orders})
             if pool.policy is Policy.DISCARD and not pool.scratch:
                 self._contents.mark_discarded(pool.tag, pool.blocks)
 
@@ -482,30 +469,14 @@ class SleepManager:
         level: int | None,
         skipped: int,
     ) -> SleepReport:
-        if report is None:
-            return SleepReport((), 0.0, 0.0, 0.0, 0.0, 0, skipped, level, self._residual())
+        done = report or NOTHING_MOVED
+        groups = ((pool.tag, pool.policy, pool.serials) for pool in pools)
         return SleepReport(
-            tag_reports(report, ((p.tag, p.policy, p.serials) for p in pools)),
-            report.total_seconds,
-            report.synchronize_seconds,
-            report.host_seconds,
-            report.copy_seconds,
-            report.host_bytes,
-            skipped + skipped_in(report),
-            level,
-            self._residual(),
-        )
-
-    def _residual(self) -> tuple[Residual, ...]:
-        """What this process still holds on the device, tracked and untracked apart."""
-        own = sum(s.size for s in self._pools.segments() if not is_asleep(s.state))
-        mapped = self.device.counters().mapped_bytes
-        info = self.platform.get_memory_info(self.device_index)
-        outside = None if info.process_used is None else max(0, info.process_used - mapped)
-        return (
-            Residual("awake tags", own),
-            Residual("other pools", mapped - own),
-            Residual(f"outside the pools, by {info.source}", outside, info.reason),
+            **timings(done),
+            tags=tag_reports(done, groups),
+            skipped=skipped + skipped_in(done),
+            level=level,
+            residual=residual(self.platform, self.device_index, self._pools),
         )
 
     # -- wake
@@ -533,22 +504,29 @@ class SleepManager:
 
     def _wake(self, targets: tuple[str, ...], wait_for_memory: float) -> WakeReport:
         if not targets:
-            return WakeReport((), 0.0, 0.0, 0.0, 0.0, 0, 1, self._still_asleep())
+            return self._wake_report(NOTHING_MOVED, [], skipped=1)
         segments = self._asleep_segments(targets)
         self._wait_for_room(targets, segments, wait_for_memory)
-        report = self._transfer_to_wake(targets, segments)
+        try:
+            report = self._transfer.to_wake(segments, self._by_serial())
+        except TransferFailed as failure:
+            raise self._wake_error(failure.error, targets, segments) from failure
         groups = [(t, self._sleeping[t], self._serials(t)) for t in targets]
         self._finish_wake(targets, segments)
+        return self._wake_report(report, groups, skipped=skipped_in(report))
+
+    def _wake_report(
+        self, done: TransferReport, groups: Iterable[tuple[str, Policy, set[int]]], *, skipped: int
+    ) -> WakeReport:
         return WakeReport(
-            tag_reports(report, groups),
-            report.total_seconds,
-            report.synchronize_seconds,
-            report.host_seconds,
-            report.copy_seconds,
-            report.host_bytes,
-            skipped_in(report),
-            self._still_asleep(),
+            **timings(done),
+            tags=tag_reports(done, groups),
+            skipped=skipped,
+            still_asleep=tuple(sorted(self._sleeping)),
         )
+
+    def _by_serial(self) -> dict[int, Segment]:
+        return {segment.serial: segment for segment in self._pools.segments()}
 
     def _as_one_group(
         self, name: str, act: Callable[[], Report], undo: Callable[[], object]
@@ -571,9 +549,6 @@ class SleepManager:
 
     def _serials(self, tag: str) -> set[int]:
         return {segment.serial for segment in self._pools.segments(tag)}
-
-    def _still_asleep(self) -> tuple[str, ...]:
-        return tuple(sorted(self._sleeping))
 
     def _wake_targets(self, tags: str | Iterable[str] | None) -> tuple[str, ...]:
         """The sleeping tags that a wake restores; none for an empty list."""
@@ -603,38 +578,6 @@ class SleepManager:
                 raise OutOfDeviceMemory(", ".join(tags), needed, free)
             time.sleep(_POLL_SECONDS)
 
-    def _transfer_to_wake(self, tags: Sequence[str], segments: Sequence[Segment]) -> TransferReport:
-        done: list[TransferReport] = []
-        woken: list[Segment] = []
-        for part in self._wake_parts(segments):
-            try:
-                done.append(
-                    self.device.wake(
-                        self._open_arena(),
-                        part,
-                        fill=POISON if self.debug else None,
-                        retain=self.backup.retain,
-                    )
-                )
-            except TransferFailed as failure:
-                self._sleep_again(woken)
-                raise self._wake_error(failure.error, tags, segments) from failure
-            woken += part
-            self._give_back_host_memory()
-        return merge(done)
-
-    def _wake_parts(self, segments: Sequence[Segment]) -> list[list[Segment]]:
-        """One part; where device and host memory are the same, two.
-
-        There the backups have to go before discarded tags take their memory again, or both would
-        have to fit.
-        """
-        if not self.capabilities.unified_memory:
-            return [list(segments)]
-        backed = [s for s in segments if s.state is SegmentState.ASLEEP_BACKED]
-        discarded = [s for s in segments if s.state is not SegmentState.ASLEEP_BACKED]
-        return [part for part in (backed, discarded) if part] or [[]]
-
     def _wake_error(
         self, error: HalError, tags: Sequence[str], segments: Sequence[Segment]
     ) -> HalError:
@@ -653,56 +596,21 @@ class SleepManager:
             self._hooks.run_after_wake(frozenset(tags))
         except HookError:
             self._sleeping.update(policies)
-            self._sleep_again(segments)
+            self._transfer.sleep_again(segments, self._by_serial())
             raise
-        for segment in segments:
-            self._orders.pop(segment.serial, None)
-
-    def _sleep_again(self, segments: Sequence[Segment]) -> None:
-        """Undo the wake of `segments`; if even that fails they stay mapped, and the next wake finds
-        them so.
-        """
-        current = {segment.serial: segment for segment in self._pools.segments()}
-        orders = [
-            Order(current[s.serial], self._orders[s.serial].action, self._orders[s.serial].live)
-            for s in segments
-            if s.serial in current
-        ]
-        if not orders:
-            return
-        try:
-            self.device.sleep(self._open_arena(), orders)
-        except TransferFailed as failure:
-            warnings.warn(
-                f"the failed wake could not be undone ({failure.error}); its memory stays mapped "
-                "until the next wake_up()",
-                stacklevel=2,
-            )
+        self._transfer.forget(segments)
 
     # -- host memory
-
-    def _open_arena(self) -> Arena:
-        if self._arena is None:
-            self._arena = open_arena(self.device, self.capabilities, self.backup)
-        return self._arena
-
-    def _give_back_host_memory(self) -> None:
-        """Give unused host memory back where it is cheap to take again; pinned memory is kept for
-        the next sleep.
-        """
-        arena = self._open_arena()
-        if not self.backup.retain and not arena.stats().pinned:
-            arena.trim()
 
     def prepare(self, size: int) -> None:
         """Take host memory for backups of `size` bytes now instead of at the next sleep."""
         with self._lock:
-            self._open_arena().prepare(size)
+            self._transfer.arena.prepare(size)
 
     def trim_host(self) -> int:
         """Give host memory that holds no backup back to the system; returns bytes."""
         with self._lock:
-            return self._arena.trim() if self._arena else 0
+            return self._transfer.trim()
 
     # -- life
 
@@ -736,10 +644,7 @@ class SleepManager:
                 )
             self._pools.close()
             self._sleeping.clear()
-            if self._arena:
-                self._arena.trim()
-                self._arena.close()
-                self._arena = None
+            self._transfer.close()
 
     def __enter__(self) -> Self:
         return self

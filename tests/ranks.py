@@ -81,8 +81,9 @@ def main(rank: int, folder: str) -> None:
 def _outcome(scenario: Callable[[int, SleepManager], None], rank: int) -> str:
     backup = BackupOptions(backing="anonymous")
     sleeper = SleepManager(CpuPlatform(), backup=backup, group=RankGroup(timeout=60))
+    source_weights = pattern(MIB, rank)
     with sleeper.pool("weights"):
-        weights = pattern(MIB, rank)
+        weights = source_weights.clone()
     try:
         scenario(rank, sleeper)
         sleeper.wake_up()

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hal.core import BackupOptions, SleepManager
 from hal.platform import Platform
 from support import TARGETS, Target, release_held
 
 
-@pytest.fixture(params=TARGETS, ids=lambda target: target.name)
-def target(request: pytest.FixtureRequest) -> Target:
-    return request.param  # type: ignore[no-any-return]
+@pytest.fixture(params=[pytest.param(t, id=t.name, marks=t.marks) for t in TARGETS])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    chosen: Target = request.param
+    with torch.device(chosen.device):
+        yield chosen
 
 
 @pytest.fixture(autouse=True)

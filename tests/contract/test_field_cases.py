@@ -28,14 +28,11 @@ from hal.errors import (
     Unsupported,
 )
 from hal.platform import Platform
-from support import MIB, Target, books, hold, pattern
+from support import MIB, Target, books, fill, hold, pattern
 
 Make = Callable[..., SleepManager]
-
-
-def fill(sleeper: SleepManager, tag: str, seed: int, size: int = 3 * MIB) -> torch.Tensor:
-    with sleeper.pool(tag):
-        return pattern(size, seed)
+LARGE = 12 * MIB
+"""Large enough to have a segment of its own in torch's allocator too."""
 
 
 def calls(platform: Platform) -> dict[str, int]:
@@ -76,27 +73,27 @@ def test_r08_each_segment_is_created_mapped_unmapped_and_released_once_a_cycle(
 
 
 def test_r09_a_tensor_freed_while_asleep_is_freed_once(sleeper: SleepManager) -> None:
-    kept, freed = fill(sleeper, "weights", 1), fill(sleeper, "weights", 2, 8 * MIB)
+    kept, freed = fill(sleeper, "weights", 1), fill(sleeper, "weights", 2, LARGE)
     sleeper.sleep(level=1)
     released = calls(sleeper.platform)["releases"]
     del freed
     gc.collect()
     report = sleeper.wake_up()
-    assert report.total_bytes < 8 * MIB, "what was freed is not restored"
+    assert report.total_bytes < 24 * MIB, "what was freed is not restored"
     assert calls(sleeper.platform)["releases"] == released, "no handle was released twice"
     assert torch.equal(kept, pattern(3 * MIB, 1))
     assert books(sleeper.platform)["asleep_bytes"] == 0
 
 
 def test_r10_garbage_collection_while_asleep_is_harmless(sleeper: SleepManager) -> None:
-    tensors = [fill(sleeper, "weights", seed, 2 * MIB) for seed in range(8)]
+    tensors = [fill(sleeper, "weights", seed, LARGE) for seed in range(8)]
     sleeper.sleep(level=1)
     del tensors[::2]
     gc.collect()
     for managed in sleeper._pools:
         managed.pool.trim()
     sleeper.wake_up()
-    assert all(torch.equal(t, pattern(2 * MIB, 2 * i + 1)) for i, t in enumerate(tensors))
+    assert all(torch.equal(t, pattern(LARGE, 2 * i + 1)) for i, t in enumerate(tensors))
     assert books(sleeper.platform)["segments"] == 4
 
 
@@ -125,7 +122,7 @@ def test_r11_a_restore_hook_waits_for_its_own_tag(
 
 def test_r13_wake_out_of_memory_rolls_back(manager: Make, target: Target, backing: str) -> None:
     sleeper = manager(backing)
-    tensors = [fill(sleeper, "weights", seed) for seed in range(4)]
+    tensors = [fill(sleeper, "weights", seed, LARGE) for seed in range(4)]
     hold(fill(sleeper, "kv_cache", 9))
     sleeper.sleep(level=1)
     asleep = books(sleeper.platform)
@@ -134,14 +131,14 @@ def test_r13_wake_out_of_memory_rolls_back(manager: Make, target: Target, backin
         with pytest.raises(OutOfDeviceMemory) as caught:
             sleeper.wake_up()
         assert "weights" in (caught.value.tag or "")
-        assert caught.value.needed >= 15 * MIB
+        assert caught.value.needed >= 4 * LARGE
         assert caught.value.free is not None
         assert books(sleeper.platform) == asleep
         assert sleeper.state is State.ASLEEP
         assert sleeper.last_error is caught.value
     sleeper.platform.device().clear_faults()
     sleeper.wake_up()
-    assert all(torch.equal(t, pattern(3 * MIB, seed)) for seed, t in enumerate(tensors))
+    assert all(torch.equal(t, pattern(LARGE, seed)) for seed, t in enumerate(tensors))
 
 
 def test_r14_a_failed_map_is_an_error_and_nothing_is_copied(
@@ -184,6 +181,7 @@ def test_r16_a_failure_in_a_later_chunk_leaks_nothing(target: Target, call: str,
 
 
 def test_r17_waking_one_model_while_another_sleeps_never_crashes(target: Target) -> None:
+    target.require("capacity")
     platform = target.make(capacity=24 * MIB)
     backup = BackupOptions(backing="anonymous")
     one, two = (SleepManager(platform, backup=backup) for _ in range(2))
@@ -407,6 +405,7 @@ def test_r31_fp8_scales_come_back_as_they_were(sleeper: SleepManager, level: int
 def test_r33_discarded_pages_never_wake_with_old_bytes(
     target: Target, debug: bool, expected: int
 ) -> None:
+    target.require("dirty")
     platform = target.make(dirty=0x5A)
     sleeper = SleepManager(platform, backup=BackupOptions(backing="anonymous"), debug=debug)
     with sleeper.pool("kv_cache"):
@@ -518,7 +517,7 @@ def test_r66_a_failed_sleep_leaves_everything_awake(
     if call == "copy_to_host" and backing != "anonymous":
         call = "file write"
     sleeper = manager(backing)
-    tensors = [fill(sleeper, "weights", seed) for seed in range(3)]
+    tensors = [fill(sleeper, "weights", seed, LARGE) for seed in range(3)]
     before, device = books(sleeper.platform), sleeper.platform.device()
     device.fail(call, nth, 5 if call == "file write" else target.other_error)
     if call == "synchronize" and nth > 1:
@@ -530,10 +529,10 @@ def test_r66_a_failed_sleep_leaves_everything_awake(
     assert sleeper.state is State.AWAKE
     assert books(sleeper.platform) == before
     device.clear_faults()
-    assert all(torch.equal(t, pattern(3 * MIB, seed)) for seed, t in enumerate(tensors))
+    assert all(torch.equal(t, pattern(LARGE, seed)) for seed, t in enumerate(tensors))
     sleeper.sleep(level=1)
     sleeper.wake_up()
-    assert all(torch.equal(t, pattern(3 * MIB, seed)) for seed, t in enumerate(tensors))
+    assert all(torch.equal(t, pattern(LARGE, seed)) for seed, t in enumerate(tensors))
 
 
 def test_r66_no_room_for_the_backup_is_found_before_the_first_unmap(
@@ -554,7 +553,7 @@ def test_r66_a_sleep_whose_memory_was_taken_ends_asleep_with_its_backups(
 ) -> None:
     platform = target.make()
     sleeper = SleepManager(platform, backup=BackupOptions(backing="anonymous"))
-    tensors = [fill(sleeper, "weights", seed) for seed in range(4)]
+    tensors = [fill(sleeper, "weights", seed, LARGE) for seed in range(4)]
     device = platform.device()
     device.fail("release", 4, target.other_error)
     device.fail("create", 1, target.out_of_memory, times=-1)
@@ -564,7 +563,7 @@ def test_r66_a_sleep_whose_memory_was_taken_ends_asleep_with_its_backups(
     assert sleeper.state is State.ASLEEP
     device.clear_faults()
     sleeper.wake_up()
-    assert all(torch.equal(t, pattern(3 * MIB, seed)) for seed, t in enumerate(tensors))
+    assert all(torch.equal(t, pattern(LARGE, seed)) for seed, t in enumerate(tensors))
 
 
 def test_r69_host_copies_go_before_discarded_tags_take_their_memory(target: Target) -> None:

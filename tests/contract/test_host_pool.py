@@ -63,6 +63,11 @@ OPERATORS: dict[str, Make] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _on_the_host(target: Target) -> None:
+    target.require("host tensors")
+
+
 @pytest.fixture
 def pool(platform: Platform) -> Pool:
     return platform.create_pool("weights")

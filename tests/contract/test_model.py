@@ -24,7 +24,7 @@ from hal.core import LEVELS, BackupOptions, Policy, SleepManager
 from hal.core.report import is_asleep
 from hal.errors import AsleepError, HalError
 from hal.platform import PoolNesting
-from support import TARGETS, pattern
+from support import TARGETS, fill, pattern
 
 TAGS = ("weights", "kv_cache", "runtime", "own")
 TARGET = {target.name: target for target in TARGETS}
@@ -63,8 +63,7 @@ class Lives(RuleBasedStateMachine):
 
     def allocate(self, tag: str, size: int) -> Held:
         self.seed += 1
-        with self.sleeper.pool(tag):
-            held = Held(pattern(size, self.seed), tag, self.seed)
+        held = Held(fill(self.sleeper, tag, self.seed, size), tag, self.seed)
         self.held.append(held)
         return held
 
@@ -89,8 +88,9 @@ class Lives(RuleBasedStateMachine):
         fifo = self.platform.capabilities.pool_nesting is PoolNesting.FIFO
         pools = [self.sleeper._pools.get(tag, None) for tag in (outer, inner)]
         self.seed += 1
+        source = pattern(size, self.seed)
         with pools[0].use(), pools[1].use():
-            held = Held(pattern(size, self.seed), outer if fifo else inner, self.seed)
+            held = Held(source.clone(), outer if fifo else inner, self.seed)
         self.held.append(held)
         return held
 

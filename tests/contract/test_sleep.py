@@ -21,14 +21,9 @@ from hal.errors import (
     UnknownTagError,
     Unsupported,
 )
-from support import MIB, Target, books, hold, pattern
+from support import MIB, Target, books, fill, hold, pattern
 
 Make = Callable[..., SleepManager]
-
-
-def fill(sleeper: SleepManager, tag: str, seed: int, size: int = 3 * MIB) -> torch.Tensor:
-    with sleeper.pool(tag):
-        return pattern(size, seed)
 
 
 def test_sleep_releases_and_wake_restores_at_the_same_address(manager: Make, backing: str) -> None:
@@ -136,10 +131,12 @@ def test_policy_keeps_what_it_does_not_name(sleeper: SleepManager) -> None:
 
 
 def test_a_pools_own_policy_wins_over_the_level(sleeper: SleepManager) -> None:
+    source_offloaded = pattern(MIB, 1)
     with sleeper.pool("weights"):
-        offloaded = pattern(MIB, 1)
+        offloaded = source_offloaded.clone()
+    source_kept = pattern(MIB, 2)
     with sleeper.pool("weights", Policy.KEEP):
-        kept = pattern(MIB, 2)
+        kept = source_kept.clone()
     report = sleeper.sleep(level=2)
     assert torch.equal(kept, pattern(MIB, 2)), "still mapped"
     assert report.tag("weights").copied == 0
@@ -333,6 +330,7 @@ def test_close_refuses_to_lose_sleeping_tensors(manager: Make) -> None:
 
 
 def test_waiting_for_memory_ends_when_it_fits(target: Target) -> None:
+    target.require("capacity")
     platform = target.make(capacity=16 * MIB)
     sleeper = SleepManager(platform, backup=BackupOptions(backing="anonymous"))
     weights = fill(sleeper, "weights", 1, 6 * MIB)

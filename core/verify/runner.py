@@ -1,0 +1,315 @@
+"""Runs cases on fresh engines and compares every round, bit for bit, with the first awake one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from hal.core.sleep import SleepManager
+from hal.core.verify import checks
+from hal.core.verify.cases import Case, Drain, Refuse, Reload, Sleep, Step, Submit, Wake
+from hal.core.verify.engine import ReferenceEngine
+from hal.core.verify.report import CaseResult, Finding, Gate
+from hal.core.verify.requests import Completion, Request, differences
+from hal.core.verify.subject import Subject
+from hal.core.verify.timing import Stopwatch
+from hal.errors import HalError, StateError
+
+SHOWN_REQUESTS = 5
+"""How many request ids a finding names."""
+
+Completions = Mapping[int, Completion]
+
+
+class Observer(Protocol):
+    """Is told how a verification goes on."""
+
+    def started(self, case: Case) -> None: ...
+    def served(self, requests: int) -> None: ...
+    def finished(self, result: CaseResult) -> None: ...
+
+
+class Reference:
+    """The first awake round, and which requests differ between two rounds without a sleep."""
+
+    def __init__(self) -> None:
+        self._first: Completions = {}
+        self._learned = 0
+        self.unstable: frozenset[int] = frozenset()
+
+    @property
+    def complete(self) -> bool:
+        """Whether two awake rounds are known."""
+        return self._learned == 2
+
+    def learn(self, completions: Completions) -> None:
+        """Take the first round as the reference, and what differs in the second as unstable."""
+        if self._learned == 0:
+            self._first = completions
+        else:
+            self.unstable = frozenset(self.differing(completions))
+        self._learned += 1
+
+    def differing(self, completions: Completions) -> dict[int, tuple[str, ...]]:
+        """Request id -> what differs in at least one bit, or that there was no answer."""
+        found: dict[int, tuple[str, ...]] = {}
+        for request, expected in self._first.items():
+            other = completions.get(request)
+            parts = differences(expected, other) if other else ("no answer",)
+            if parts:
+                found[request] = parts
+        return found
+
+
+def run_cases(
+    make: Callable[[], Subject],
+    requests: Sequence[Request],
+    cases: Sequence[Case],
+    observer: Observer,
+) -> tuple[CaseResult, ...]:
+    """Run each case on a subject of its own; the first case must be the awake one.
+
+    Without a reference there is nothing to compare with, so an awake case that fails to serve ends
+    the run.
+    """
+    reference = Reference()
+    results = []
+    with _one_thread():
+        for case in cases:
+            observer.started(case)
+            results.append(_run_case(make, requests, case, reference, observer))
+            observer.finished(results[-1])
+            if not reference.complete:
+                break
+    return tuple(results)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Host kernels on one thread: how work is split must not depend on the load of the machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run_case(
+    make: Callable[[], Subject],
+    requests: Sequence[Request],
+    case: Case,
+    reference: Reference,
+    observer: Observer,
+) -> CaseResult:
+    with warnings.catch_warnings(record=True) as caught, Stopwatch() as watch:
+        warnings.simplefilter("always")
+        subject = make()
+        run = _CaseRun(subject, requests, reference, observer, caught)
+        run.execute(case.steps)
+        run.close()
+    return CaseResult(
+        name=case.name,
+        description=case.description,
+        rounds=run.rounds,
+        compared=run.compared,
+        damaged=run.damaged,
+        unstable=run.unstable,
+        slept=run.slept,
+        seconds=watch.seconds,
+        findings=tuple(run.findings),
+        warnings=tuple(str(warning.message) for warning in caught),
+    )
+
+
+class _CaseRun:
+    """The steps of one case on one subject, and what they found so far."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        requests: Sequence[Request],
+        reference: Reference,
+        observer: Observer,
+        caught: list[warnings.WarningMessage],
+    ) -> None:
+        self.subject, self.requests, self.reference = subject, requests, reference
+        self.observer, self.caught = observer, caught
+        self.rounds = self.compared = self.damaged = self.unstable = 0
+        self.slept: dict[str, int] = {}
+        self.findings: dict[Finding, None] = {}
+        self._baseline = checks.Baseline.of(subject)
+        self._slept_with: dict[str, str] | None = None
+
+    @property
+    def engine(self) -> ReferenceEngine:
+        return self.subject.engine
+
+    @property
+    def sleeper(self) -> SleepManager:
+        return self.subject.sleeper
+
+    def note(self, findings: Iterable[Finding]) -> None:
+        """Keep findings, each once."""
+        self.findings.update(dict.fromkeys(findings))
+
+    def _expect(self, held: bool, otherwise: str) -> None:
+        if not held:
+            self.note([Finding(Gate.BEHAVIOUR, otherwise)])
+
+    def execute(self, steps: Sequence[Step]) -> None:
+        """Take the steps until one fails, or a round shows damage."""
+        self.note(checks.check_placement(self.subject))
+        self.note(checks.check_audit(self.subject))
+        for step in steps:
+            try:
+                self._take(step)
+            except Exception as error:  # noqa: BLE001 - on damaged memory it may be anything
+                self.note([checks.finding_of(self.subject, step, error)])
+                return
+            if isinstance(step, Drain) and self.damaged:
+                return
+
+    def close(self) -> None:
+        """Give the subject back, and look whether it is all there."""
+        try:
+            self.subject.close()
+        except HalError as error:
+            self.note([Finding(Gate.BOOKS, f"closing raised {type(error).__name__}: {error}")])
+            return
+        self.note(checks.check_given_back(self.subject))
+
+    def _take(self, step: Step) -> None:
+        match step:
+            case Submit(part):
+                self.engine.submit(self.requests[part.of(len(self.requests))])
+            case Drain():
+                self._drain()
+            case Sleep():
+                self._sleep(step)
+            case Wake():
+                self._wake(step)
+            case Reload():
+                self.engine.reload_weights()
+                self._check_if_awake()
+            case Refuse(error):
+                self._refuse(error)
+
+    # -- rounds
+
+    def _drain(self) -> None:
+        self._refuse_wild_reads()
+        self.rounds += 1
+        completions: dict[int, Completion] = {}
+        try:
+            while self.engine.unfinished:
+                finished = self.engine.step()
+                completions.update({each.request: each for each in finished})
+                self.observer.served(len(finished))
+        except Exception:
+            self._compare(completions)
+            raise
+        if self.reference.complete:
+            self._compare(completions)
+        else:
+            self._learn(completions)
+
+    def _refuse_wild_reads(self) -> None:
+        """Let no device read through damaged indices: unlike the host's, its fault is the end."""
+        registered = self.engine.registered()
+        damaged = [f.tensor for f in self.findings if f.gate is Gate.CONTENTS and f.tensor]
+        wild = [name for name in damaged if not registered[name].tensor.is_floating_point()]
+        if wild and not self.sleeper.capabilities.host_access:
+            raise StateError(f"not served, since {', '.join(wild)} would be read as indices")
+
+    def _learn(self, completions: Completions) -> None:
+        self.reference.learn(completions)
+        if self.reference.complete:
+            self.unstable = len(self.reference.unstable)
+            self.compared = len(self.requests) - self.unstable
+            text = "every request differs between two awake rounds: nothing can be compared"
+            self._expect(self.compared > 0, text)
+
+    def _compare(self, completions: Completions) -> None:
+        differing = self.reference.differing(completions)
+        unstable = self.reference.unstable
+        damaged = {key: parts for key, parts in differing.items() if key not in unstable}
+        self.unstable += len(differing) - len(damaged)
+        self.compared += len(self.requests) - len(unstable)
+        self.damaged += len(damaged)
+        if damaged:
+            self.note([_damage(damaged, len(self.requests) - len(unstable))])
+
+    # -- sleep and wake
+
+    def _sleep(self, step: Sleep) -> None:
+        told = len(self.caught)
+        if not step.ignored:
+            self._slept_with = checks.digests(self.subject)
+        report = self.sleeper.sleep(step.level)
+        if step.ignored:
+            text = f"a sleep while asleep released {report.total_bytes:,} bytes again"
+            self._expect(not report.total_bytes, text)
+            self._expect_warning(step, told)
+        else:
+            self._expect(report.total_bytes > 0, "the sleep released nothing")
+            for tag in report.tags:
+                self.slept[tag.tag] = max(tag.bytes, self.slept.get(tag.tag, 0))
+        self.note(checks.check_asleep(self.subject))
+
+    def _expect_warning(self, step: Sleep, told: int) -> None:
+        """Check that the step warned, or not; a warning that had to come is none to report."""
+        warned = len(self.caught) > told
+        text = f"{step} while asleep gave {'a' if warned else 'no'} warning"
+        self._expect(warned == step.warns, text)
+        if step.warns:
+            del self.caught[told:]
+
+    def _wake(self, step: Wake) -> None:
+        report = self.sleeper.wake_up(step.tags)
+        if step.ignored:
+            text = f"a wake while awake took {report.total_bytes:,} bytes"
+            self._expect(not report.total_bytes, text)
+        asleep = self.sleeper.sleeping_tags
+        self._expect(
+            asleep == set(step.leaves),
+            f"after {step}, what sleeps is {_names(asleep)}, not {_names(step.leaves)}",
+        )
+        self._check_if_awake()
+
+    def _check_if_awake(self) -> None:
+        """Once everything is awake and loaded again, everything must be what and where it was."""
+        if self._slept_with is None or self.sleeper.is_sleeping or self.sleeper.dirty:
+            return
+        self.note(checks.check_placement(self.subject))
+        self.note(checks.check_addresses(self.subject, self._baseline))
+        self.note(checks.check_contents(self.subject, self._slept_with))
+        self.note(checks.check_books(self.subject, self._baseline))
+        self._slept_with = None
+
+    def _refuse(self, error: type[Exception]) -> None:
+        try:
+            self.engine.step()
+        except error:
+            return
+        self._expect(False, f"a step of the engine ran instead of raising {error.__name__}")
+
+
+def _damage(damaged: Mapping[int, tuple[str, ...]], compared: int) -> Finding:
+    """One finding for a round: how many requests differ, in what, and the first of them."""
+    parts = sorted({part for found in damaged.values() for part in found})
+    first = tuple(sorted(damaged)[:SHOWN_REQUESTS])
+    more = ", …" if len(damaged) > len(first) else ""
+    text = (
+        f"{len(damaged)} of {compared} requests differ from the awake round ({', '.join(parts)}): "
+        f"requests {', '.join(map(str, first))}{more}"
+    )
+    return Finding(Gate.REQUESTS, text, requests=first)
+
+
+def _names(tags: Iterable[str]) -> str:
+    return ", ".join(sorted(tags)) or "nothing"
