@@ -1,0 +1,1 @@
+"""NVIDIA GPUs as a platform, through the CUDA driver."""
