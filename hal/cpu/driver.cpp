@@ -3,9 +3,6 @@
 // Physical memory is one memfd per opened device, a sparse file that only grows: `create` takes the next offset and
 // `release` punches the hole, so sleeping memory really leaves the process and its cgroup. Addresses are reserved
 // ranges, `map` puts pages of the file into them. Copies run on worker threads. Codes are errno.
-//
-// Options: capacity=BYTES (create beyond it fails with ENOMEM), granularity=BYTES, chunk=BYTES, and dirty=BYTE (fresh
-// memory is filled with that byte, as by drivers that do not scrub).
 #include "driver.h"
 
 #include <fcntl.h>
@@ -15,15 +12,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <sstream>
 #include <string>
 
+#include "copy_streams.h"
 #include "host_memory.h"
-#include "workers.h"
+#include "options.h"
 
 namespace {
 
@@ -31,19 +27,12 @@ constexpr uint64_t kFileSize = uint64_t{1} << 62;  // sparse: what is not mapped
 constexpr uint64_t kHugePage = 2u << 20;
 constexpr uint32_t kStreams = 2;
 
-struct Options {
-  uint64_t capacity = 0;  // 0: what the host has
-  uint64_t granularity = 64u << 10;
-  uint64_t chunk = 0;
-  int dirty = -1;
-};
-
 struct Cpu {
-  explicit Cpu(const Options& given) : options(given) {}
+  explicit Cpu(const hal::CpuOptions& given) : options(given) {}
   ~Cpu() {
     if (memory >= 0) close(memory);
   }
-  const Options options;
+  const hal::CpuOptions options;
   int memory = -1;  // the memfd
   std::mutex mutex;
   uint64_t next_offset = 0, created_bytes = 0;
@@ -61,36 +50,14 @@ int32_t code_of(bool ok) {
   return ok ? 0 : errno;
 }
 
-bool parse_option(const std::string& key, const std::string& text, Options* out) {
-  char* end = nullptr;
-  const uint64_t value = std::strtoull(text.c_str(), &end, 0);
-  if (text.empty() || *end != '\0') return false;
-  if (key == "capacity") return out->capacity = value, true;
-  if (key == "granularity") return out->granularity = value, value > 0 && value % 4096 == 0;
-  if (key == "chunk") return out->chunk = value, true;
-  if (key == "dirty") return out->dirty = static_cast<int>(value), value <= 255;
-  return false;
-}
-
-bool parse_options(const char* text, Options* out, std::string* bad) {
-  std::istringstream stream(text);
-  while (std::getline(stream, *bad, ';')) {
-    const size_t equals = bad->find('=');
-    if (bad->empty()) continue;
-    if (equals == std::string::npos || !parse_option(bad->substr(0, equals), bad->substr(equals + 1), out))
-      return false;
-  }
-  return out->granularity % static_cast<uint64_t>(sysconf(_SC_PAGESIZE)) == 0;
-}
-
 int32_t open_cpu(int32_t device, const char* text, void** context, char* why, size_t why_size) {
-  Options options;
+  hal::CpuOptions options;
   std::string bad;
   if (device != 0) {
     std::snprintf(why, why_size, "the CPU is one device; its number is 0");
     return ENODEV;
   }
-  if (!parse_options(text, &options, &bad)) {
+  if (!hal::parse_cpu_options(text, &options, &bad)) {
     std::snprintf(why, why_size, "'%s' is no option; there are capacity, granularity (pages), chunk, dirty (a byte)",
                   bad.c_str());
     return EINVAL;
@@ -115,7 +82,7 @@ void say_no(hal_facts* facts, hal_fact fact, const char* reason) {
 }
 
 int32_t facts_of_cpu(void* context, hal_facts* out) {
-  const Options& options = cpu_of(context).options;
+  const hal::CpuOptions& options = cpu_of(context).options;
   *out = hal_facts{};
   out->granularity = out->alignment = options.granularity;
   out->chunk = options.chunk;

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "backup.h"
-#include "step_sizes.h"
 #include "parallel.h"
 #include "primitives.h"
+#include "step_sizes.h"
 #include "storage.h"
 
 namespace hal {
@@ -43,7 +43,7 @@ class Arena {
 
   bool verifies() const { return verify_; }
   uint64_t piece_limit() const { return verify_ ? kVerifiedPiece : kPlainPiece; }
-  FileStorage* file() { return storage_->file(); }                         // null: memory
+  FileStorage* file() { return storage_->file(); }  // null: memory
   static void* host(uint64_t position) { return reinterpret_cast<void*>(position); }
 
  private:

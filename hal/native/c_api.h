@@ -42,7 +42,7 @@ HAL_API size_t hal_driver_names(char* out, size_t size); /* comma separated; ret
 /* ---- devices ------------------------------------------------------------------------------------------------- */
 typedef struct hal_counters {
   uint64_t segments, mapped_bytes, asleep_bytes, handles, mappings, reservations, reserved_bytes, pools;
-  uint64_t creates, releases, maps, unmaps, deferred_frees; /* calls since open */
+  uint64_t creates, releases, maps, unmaps, deferred_frees; /* successful calls since open */
 } hal_counters;
 
 HAL_API int32_t hal_device_open(const char* driver, int32_t device, const char* options, hal_device** out,
@@ -133,9 +133,10 @@ HAL_API int32_t hal_arena_create(hal_device* device, const hal_arena_options* op
                                  hal_status* status);
 HAL_API int32_t hal_arena_destroy(hal_arena* arena, hal_status* status); /* BAD_STATE while it holds backups */
 HAL_API void hal_arena_stats_of(hal_arena* arena, hal_arena_stats* out);
-HAL_API int32_t hal_arena_prepare(hal_arena* arena, uint64_t bytes, hal_status* status); /* grow now, not at sleep */
+/* Takes now what backups of `bytes` more will need, so that the next sleep need not. */
+HAL_API int32_t hal_arena_prepare(hal_arena* arena, uint64_t bytes, hal_status* status);
 HAL_API uint64_t hal_arena_trim(hal_arena* arena); /* give free chunks back; returns bytes */
-/* What a growth by `bytes` would find: HAL_OK or HAL_HOST_MEMORY, and changes nothing. */
+/* Whether backups of `bytes` more would fit: HAL_OK or HAL_HOST_MEMORY; changes nothing. */
 HAL_API int32_t hal_arena_check(hal_arena* arena, uint64_t bytes, hal_status* status);
 
 /* ---- transitions --------------------------------------------------------------------------------------------- */

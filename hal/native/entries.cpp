@@ -2,6 +2,7 @@
 // touch Python and never throw; what they cannot return their pool keeps. The mutex is a leaf.
 #include "entries.h"
 
+#include <pthread.h>
 #include <sys/types.h>
 
 #include <array>
@@ -79,6 +80,10 @@ uint64_t next_pool() {
 }
 
 int claim_slot(hal_device* device, uint64_t pool) {
+  // A child must find the mutex open, whichever thread of the parent held it.
+  static const int atfork =
+      pthread_atfork([] { slots_mutex.lock(); }, [] { slots_mutex.unlock(); }, [] { slots_mutex.unlock(); });
+  static_cast<void>(atfork);
   std::lock_guard<std::mutex> lock(slots_mutex);
   for (size_t tried = 0; tried < slots.size(); ++tried) {
     const size_t index = (next_slot + tried) % slots.size();

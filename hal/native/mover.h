@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "arena.h"
-#include "step_sizes.h"
 #include "primitives.h"
+#include "step_sizes.h"
 
 namespace hal {
 

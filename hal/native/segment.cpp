@@ -16,8 +16,7 @@ Status map_chunk(Primitives& primitives, hal_address base, Chunk& chunk) {
 }
 
 Status map_missing(Primitives& primitives, Segment& segment) {
-  if (segment.lost) HAL_TRY(primitives.reserve_again(segment.address, segment.size));
-  segment.lost = false;
+  HAL_TRY(reclaim_range(primitives, segment));
   for (Chunk& chunk : segment.chunks) HAL_TRY(map_chunk(primitives, segment.address, chunk));
   if (!any_unmapped(segment)) return {};
   HAL_TRY(primitives.access(segment.address, segment.size));
@@ -76,6 +75,12 @@ Status unmap_chunks(Primitives& primitives, Segment& segment) {
 
 Status release_chunks(Primitives& primitives, Segment& segment) {
   for (Chunk& chunk : segment.chunks) HAL_TRY(release_chunk(primitives, chunk));
+  return {};
+}
+
+Status reclaim_range(Primitives& primitives, Segment& segment) {
+  if (segment.lost) HAL_TRY(primitives.reserve_again(segment.address, segment.size));
+  segment.lost = false;
   return {};
 }
 

@@ -44,6 +44,8 @@ Status unmap_chunks(Primitives& primitives, Segment& segment);
 // Releases physical memory that is not mapped and stops at the first failure.
 Status release_chunks(Primitives& primitives, Segment& segment);
 
+// Reserves the range of a lost segment again; HAL_ADDRESS_LOST while somebody else has it.
+Status reclaim_range(Primitives& primitives, Segment& segment);
 // Lets go of what the driver still holds for the range of a segment without physical memory. HAL_ADDRESS_LOST: the
 // segment is lost, its memory is given back all the same.
 Status vacate_range(Primitives& primitives, Segment& segment);

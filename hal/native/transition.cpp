@@ -4,6 +4,8 @@
 namespace hal {
 
 void Transition::acquire(hal_segment_order* orders, size_t count) {
+  items_.reserve(count);
+  outcomes_.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     hal_segment_order& order = orders[i];
     order.copied_bytes = order.released_bytes = order.mapped_bytes = order.filled_bytes = 0;
@@ -21,13 +23,13 @@ void Transition::acquire(hal_segment_order* orders, size_t count) {
 }
 
 void Transition::release() {
-  std::vector<Ledger::Outcome> outcomes;
+  outcomes_.clear();
   for (const Item& item : items_) {
     item.order->state = item.end;
-    outcomes.push_back({item.segment, item.end});
+    outcomes_.push_back({item.segment, item.end});
   }
   items_.clear();
-  device_.ledger.release(outcomes);
+  device_.ledger.release(outcomes_);
 }
 
 void Transition::quiesce() {

@@ -13,6 +13,7 @@ struct Item {
   hal_segment_order* order = nullptr;
   std::vector<Range> live;  // sleep: what has to be kept
   bool copied = false;      // sleep: its backup is whole
+  bool touched = false;     // wake: its mapping has begun
   hal_segment_state end = HAL_MAPPED;
 };
 
@@ -34,6 +35,7 @@ class Transition {
 
   hal_device& device_;
   std::vector<Item> items_;
+  std::vector<Ledger::Outcome> outcomes_;  // its room is taken at the start: giving back must not fail
 };
 
 // HAL_BUSY while a graph is captured: then the device cannot be waited for, and what is captured must stay mapped.

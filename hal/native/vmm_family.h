@@ -109,7 +109,7 @@ class VmmDevice {
   virtual int32_t unmap(hal_address address, uint64_t size);
   int32_t copy_to_host(void* host, hal_address device, uint64_t size, uint32_t stream);
   int32_t copy_to_device(hal_address device, const void* host, uint64_t size, uint32_t stream);
-  int32_t fill(hal_address device, uint8_t value, uint64_t size, uint32_t stream);
+  virtual int32_t fill(hal_address device, uint8_t value, uint64_t size, uint32_t stream);
   int32_t synchronize(uint32_t stream);
   int32_t host_register(void* host, uint64_t size);
   int32_t host_unregister(void* host);

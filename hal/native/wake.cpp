@@ -71,6 +71,7 @@ void Wake::plan() {
 
 Status Wake::forward() {
   const Stopwatch watch(&report_.copy_seconds);
+  for (Item& item : transition_.items()) HAL_TRY(reclaim_range(primitives_, *item.segment));
   HAL_TRY(restore_backed());
   HAL_TRY(map_empty());
   return synchronize();
@@ -144,6 +145,7 @@ Status Wake::map_empty() {
 }
 
 Status Wake::map(Item& item) {
+  item.touched = true;
   if (any_physical(*item.segment)) reused_.push_back(&item);
   return map_chunks(primitives_, *item.segment);
 }
@@ -167,7 +169,7 @@ void Wake::roll_back() {
   for (const std::vector<Item*>* items : {&backed_, &empty_}) {
     for (Item* item : *items) {
       Segment& segment = *item->segment;
-      static_cast<void>(take_down_chunks(primitives_, segment).ok());
+      if (item->touched || any_physical(segment)) static_cast<void>(take_down_chunks(primitives_, segment).ok());
       item->order->filled_bytes = 0;
     }
   }

@@ -1,4 +1,5 @@
-// A driver in a shared object of its own, as a vendor outside this repository would ship one; its device is never there.
+// A driver in a shared object of its own, as a vendor outside this repository would ship one; its device is never
+// there.
 #include <cstdio>
 
 #include "driver.h"
@@ -18,8 +19,12 @@ int32_t absent(Arguments...) {
   return kNotThere;
 }
 
-hal_kind classify(int32_t) { return HAL_UNSUPPORTED; }
-void describe(int32_t, char* text, size_t size) { std::snprintf(text, size, "not there"); }
+hal_kind classify(int32_t) {
+  return HAL_UNSUPPORTED;
+}
+void describe(int32_t, char* text, size_t size) {
+  std::snprintf(text, size, "not there");
+}
 
 hal_driver make_driver() {
   hal_driver driver{};

@@ -4,8 +4,8 @@
 
 namespace {
 
-constexpr uint64_t kKept = 4 * MiB, kPartly = MiB, kGone = 3 * MiB;
-constexpr const char* kOptions = "granularity=65536;chunk=1048576;dirty=0xA5";
+constexpr uint64_t kKept = MiB, kPartly = 768 * KiB, kGone = MiB;
+constexpr const char* kOptions = "granularity=65536;chunk=524288;dirty=0xA5";
 constexpr hal_range kLive[] = {{0, 64 * KiB}, {512 * KiB, 128 * KiB}};
 constexpr uint64_t kGap = 512 * KiB - 64 * KiB;
 
@@ -166,7 +166,7 @@ TEST(wake_survives_a_failure_at_every_position) {
 TEST(a_sleep_that_cannot_be_undone_ends_asleep_with_whole_backups) {
   for (const Backing& backing : kBackings) {
     for (const char* undo : {"create", "map", "access"}) {
-      for (uint64_t nth = 1; nth <= 7; ++nth) {
+      for (uint64_t nth = 1; nth <= 6; ++nth) {
         Engine e(backing);
         const hal_counters before = e.m.counters();
         OK(hal_fault_set(e.m.device, "release", nth, EIO, 1, &status));
@@ -230,15 +230,15 @@ TEST(r16_a_failed_allocation_leaves_the_books_as_before) {
         const hal_counters before = m.counters();
         OK(hal_fault_set(m.device, step, nth, ENOMEM, times, &status));
         uint64_t address = 0;
-        const bool failed = hal_pool_allocate(m.device, m.pool, 3 * MiB, &address, &status) != HAL_OK;
+        const bool failed = hal_pool_allocate(m.device, m.pool, 1536 * KiB, &address, &status) != HAL_OK;
         if (failed) {
           CHECK_EQ(status.kind, HAL_OUT_OF_DEVICE_MEMORY);
           CHECK_EQ(std::string(status.call), std::string(step));
           CHECK(same_books(before, m.counters()));
         }
         hal_fault_clear(m.device);
-        if (failed) OK(hal_pool_allocate(m.device, m.pool, 3 * MiB, &address, &status));
-        write_pattern(address, 3 * MiB, nth);
+        if (failed) OK(hal_pool_allocate(m.device, m.pool, 1536 * KiB, &address, &status));
+        write_pattern(address, 1536 * KiB, nth);
         return failed;
       });
       CHECK(reached > 0);
@@ -253,7 +253,7 @@ TEST(a_failed_undoing_stays_in_the_books_and_is_tried_again) {
     OK(hal_fault_set(m.device, "create", 3, ENOMEM, 1, &status));
     OK(hal_fault_set(m.device, undo, 1, EIO, 1, &status));
     uint64_t address = 0;
-    CHECK_EQ(hal_pool_allocate(m.device, m.pool, 3 * MiB, &address, &status), HAL_OUT_OF_DEVICE_MEMORY);
+    CHECK_EQ(hal_pool_allocate(m.device, m.pool, 1536 * KiB, &address, &status), HAL_OUT_OF_DEVICE_MEMORY);
     CHECK_EQ(m.segments().size(), 1u);
     CHECK_EQ(m.segments()[0].free_pending, 1);
     CHECK_EQ(m.counters().reservations, 1u);
@@ -268,7 +268,7 @@ TEST(a_free_that_fails_keeps_true_books_and_can_be_repeated) {
     const int reached = for_every_position([&](uint64_t nth) {
       Machine m(kOptions);
       const hal_counters before = m.counters();
-      const uint64_t address = m.allocate(3 * MiB);
+      const uint64_t address = m.allocate(1536 * KiB);
       OK(hal_fault_set(m.device, step, nth, EIO, 2, &status));
       const bool failed = hal_free(m.device, address, &status) != HAL_OK;
       hal_fault_clear(m.device);

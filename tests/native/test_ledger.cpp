@@ -253,6 +253,8 @@ TEST(a_forked_child_is_refused_and_never_hangs) {
     good = good && hal_synchronize(m.device, HAL_ALL_STREAMS, &status) == HAL_BAD_STATE;
     good = good && hal_segments(m.device, 0, nullptr, 0) == 0;
     good = good && hal_device_open("cpu", 0, "", &own, &status) == HAL_OK;
+    uint64_t own_pool = 0;
+    good = good && hal_pool_create(own, "weights", &own_pool, nullptr, nullptr, &status) == HAL_OK;
     good = good && hal_device_close(own, &status) == HAL_OK;
     _exit(good ? 0 : 1);
   }

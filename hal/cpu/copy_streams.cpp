@@ -1,5 +1,5 @@
 // A small scheduler over host memory. Its mutex guards the queues and is never held while bytes move.
-#include "workers.h"
+#include "copy_streams.h"
 
 #include <algorithm>
 #include <cerrno>
