@@ -1,177 +1,213 @@
-"""How fast sleep and wake move bytes, against a plain copy into freshly mapped memory in the same
-run.
+"""How fast sleep and wake move bytes, against plain copies in the same run.
 
 Each round measures both ways of the link and then both transitions, so that a machine that slows
-down slows all four; the medians are compared. Both sides pay for fresh pages: a sleep writes into
-host memory that it has just taken, a wake into device memory that it has just created.
+down slows all four; the medians are compared. Where device and host memory are apart, backups go to
+pinned memory, and two more things are measured: the first sleep, which has to make that memory,
+against touching and registering as much overlapped with the copy (whichever of the two is slower
+bounds it), and a sleep after `prepare()`, which has it already. All measurements of fresh host
+memory come after a first touch of as much (a virtual machine's memory may grow by it).
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
-import mmap
-import os
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from figures import Figure, Samples, finish, rates, timed
+from links import (
+    LINK_BYTES,
+    MIB,
+    HostCost,
+    link_of,
+    touch_and_register,
+    warm_host_memory,
+)
 
 import hal
 from hal.core import BackupOptions, SleepManager
 from hal.pools import torch_device
 
-MIB = 1 << 20
-WARM_UP = 3
-"""Rounds that do not count: a virtual machine's first touch of its memory is many times slower."""
+WARM_UP = {True: 3, False: 1}
+"""Rounds that do not count, by whether device and host memory are the same."""
+STEADY, FIRST = 0.98, 0.8
+"""Least ratios to the plain copy once host memory is there, and while it is made."""
+FRESH_ROUNDS = 3
+HIDDEN, ATTENTION, MLP, VOCABULARY = 5120, 7168, 17408, 151_936
+"""Widths of a decoder with 14 billion parameters, of which as many layers are made as fit."""
 
 
-class Link(Protocol):
-    """The plain copies that transitions are measured against; each returns its seconds."""
+@dataclass
+class Steady:
+    """Bytes a second and seconds of the rounds that count, once host memory is there."""
 
-    def copy_out(self) -> float:
-        """Device memory to freshly mapped host memory."""
+    out: list[float] = field(default_factory=list)
+    sleep: list[float] = field(default_factory=list)
+    into: list[float] = field(default_factory=list)
+    wake: list[float] = field(default_factory=list)
 
-    def copy_in(self) -> float:
-        """Host memory to freshly mapped device memory."""
+
+@dataclass
+class Fresh:
+    """Seconds of the rounds in which host memory is made: before the sleep, or by it."""
+
+    cost: list[HostCost] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    prepare: list[float] = field(default_factory=list)
+    prepared: list[float] = field(default_factory=list)
 
 
-class HostLink:
-    """The host's link: one memcpy between a memfd, its device memory, and anonymous memory."""
+class Weights:
+    """A pool of tensors of mixed sizes with random bytes, and their checksum."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, sleeper: SleepManager, size: int) -> None:
+        device = torch_device(sleeper.platform, 0)
         self.size = size
-        with self._memfd() as device, self._anonymous() as host:
-            ctypes.memset(_address(device), 1, size)
-            ctypes.memset(_address(host), 2, size)
-
-    def copy_out(self) -> float:
-        with self._memfd() as device:
-            ctypes.memset(_address(device), 1, self.size)
-            return self._timed_copy(self._anonymous, device)
-
-    def copy_in(self) -> float:
-        with self._anonymous() as host:
-            ctypes.memset(_address(host), 2, self.size)
-            return self._timed_copy(self._memfd, host)
-
-    def _timed_copy(self, fresh: Callable[[], Any], source: mmap.mmap) -> float:
-        start = time.perf_counter()
-        with fresh() as target:
-            ctypes.memmove(_address(target), _address(source), self.size)
-            return time.perf_counter() - start
-
-    @contextmanager
-    def _anonymous(self) -> Iterator[mmap.mmap]:
-        with mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            yield memory
-
-    @contextmanager
-    def _memfd(self) -> Iterator[mmap.mmap]:
-        file = os.memfd_create("bench")
-        try:
-            os.ftruncate(file, self.size)
-            with mmap.mmap(file, self.size, flags=mmap.MAP_SHARED) as memory:
-                yield memory
-        finally:
-            os.close(file)
-
-
-def _address(memory: mmap.mmap) -> int:
-    view = ctypes.c_char.from_buffer(memory)
-    return ctypes.addressof(view)
-
-
-LINKS: dict[str, Callable[[int], Link]] = {"cpu": HostLink}
-"""Device type -> its plain copies."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """One direction: median bytes a second of the plain copy and of the transition."""
-
-    direction: str
-    plain: float
-    transition: float
-
-    @property
-    def ratio(self) -> float:
-        return self.transition / self.plain
-
-
-def measure(platform: hal.Platform, size: int, rounds: int, backing: str) -> list[Result]:
-    """Sleep and wake a pool of `size` random bytes `rounds` times, beside the platform's link."""
-    link = LINKS[platform.device_type](size)
-    seconds: dict[str, list[float]] = {"copy out": [], "sleep": [], "copy in": [], "wake": []}
-    with SleepManager(platform, backup=BackupOptions(backing=backing)) as sleeper:
         with sleeper.pool("weights"):
-            weights = torch.empty(size, dtype=torch.uint8, device=torch_device(platform, 0))
-        weights.random_()
-        expected = checksum(weights)
-        for _ in range(WARM_UP + rounds):
-            seconds["copy out"].append(link.copy_out())
-            seconds["sleep"].append(timed(sleeper.sleep))
-            seconds["copy in"].append(link.copy_in())
-            seconds["wake"].append(timed(sleeper.wake_up))
-        if checksum(weights) != expected:
+            self.tensors = [
+                torch.empty(n, dtype=torch.uint8, device=device) for n in decoder_sizes(size)
+            ]
+        for tensor in self.tensors:
+            tensor.random_()
+        self._expected = self._checksum()
+
+    def _checksum(self) -> int:
+        """The sum of all 8-byte words, which wraps."""
+        return sum(int(tensor.view(torch.int64).sum()) for tensor in self.tensors)
+
+    def check(self) -> None:
+        if self._checksum() != self._expected:
             raise RuntimeError("the weights changed over the cycles: the rates mean nothing")
+
+
+def decoder_sizes(total: int) -> list[int]:
+    """Bytes of the bfloat16 tensors of a decoder, layer by layer, that add up to `total`.
+
+    The tail that is no whole layer comes in pieces of 64 MiB. (Thousands of small tensors are
+    measured by bench/pools.py.)
+    """
+    matrices = (ATTENTION * HIDDEN, HIDDEN * HIDDEN, 2 * MLP * HIDDEN, HIDDEN * MLP)
+    layer = [2 * elements for elements in (*matrices, HIDDEN, HIDDEN)]
+    embedding = 2 * VOCABULARY * HIDDEN
+    sizes = [embedding, embedding] if total > 4 * embedding else []
+    while sum(sizes) + sum(layer) <= total:
+        sizes += layer
+    return sizes + list(_pieces(total - sum(sizes), 64 * MIB))
+
+
+def _pieces(size: int, most: int) -> Iterator[int]:
+    for offset in range(0, size, most):
+        yield min(most, size - offset)
+
+
+def measure(
+    platform: hal.Platform, size: int, rounds: int, backing: str
+) -> tuple[Steady, Fresh | None]:
+    """Sleep and wake a pool of `size` random bytes, beside the platform's link."""
+    apart = not platform.capabilities.unified_memory
+    with SleepManager(platform, backup=BackupOptions(backing=backing)) as sleeper:
+        weights = Weights(sleeper, size)
+        fresh = measure_fresh(sleeper, size) if apart else None
+        steady = measure_steady(sleeper, size, rounds)
+        weights.check()
         del weights
-    rate = {name: size / statistics.median(times[WARM_UP:]) for name, times in seconds.items()}
+    return steady, fresh
+
+
+def measure_steady(sleeper: SleepManager, size: int, rounds: int) -> Steady:
+    link, steady = link_of(sleeper.platform, size), Steady()
+    warm_up = WARM_UP[bool(sleeper.capabilities.unified_memory)]
+    for counts in (*[False] * warm_up, *[True] * rounds):
+        found = link.copy_out(), timed(sleeper.sleep), link.copy_in(), timed(sleeper.wake_up)
+        if counts:
+            for samples, value in zip(vars(steady).values(), found, strict=True):
+                samples.append(value)
+    return steady
+
+
+def measure_fresh(sleeper: SleepManager, size: int) -> Fresh:
+    """Sleeps that find no host memory, and sleeps that find it prepared; the arena goes between."""
+    fresh, needed = Fresh(), sleeper.plan_sleep().host_needed
+    for _ in range(FRESH_ROUNDS):
+        fresh.cost.append(touch_and_register(sleeper.device, size))
+        fresh.first.append(timed(sleeper.sleep))
+        sleeper.wake_up()
+        sleeper.trim_host()
+        fresh.prepare.append(timed(lambda: sleeper.prepare(needed)))
+        fresh.prepared.append(timed(sleeper.sleep))
+        sleeper.wake_up()
+        sleeper.trim_host()
+    return fresh
+
+
+def figures_of(size: int, steady: Steady, fresh: Fresh | None) -> list[Figure]:
+    target = STEADY if fresh else None
+    out, into = ([rate / 1e9 for rate in link] for link in (steady.out, steady.into))
+    figures = [
+        _rate("sleep", size, steady.sleep, "plain copy", tuple(out), at_least=target),
+        _rate("wake", size, steady.wake, "plain copy", tuple(into), at_least=target),
+    ]
+    return figures + (_fresh_figures(size, tuple(out), fresh) if fresh else [])
+
+
+def _fresh_figures(size: int, link: Samples, fresh: Fresh) -> list[Figure]:
+    ready = rates(size, (cost.seconds for cost in fresh.cost))
+    slower = tuple(min(rate, statistics.median(link)) for rate in ready)
     return [
-        Result("sleep", rate["copy out"], rate["sleep"]),
-        Result("wake", rate["copy in"], rate["wake"]),
+        _rate("first sleep", size, fresh.first, "slower of link, host", slower, at_least=FIRST),
+        _rate("sleep after prepare()", size, fresh.prepared, "plain copy", link),
+        _rate("prepare()", size, fresh.prepare, "touch and register", ready),
+        _rate("touch with all cores", size, [cost.touch for cost in fresh.cost]),
+        _rate("register in chunks", size, [cost.register for cost in fresh.cost]),
     ]
 
 
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def _rate(
+    name: str,
+    size: int,
+    seconds: Iterable[float],
+    reference: str = "",
+    references: Samples = (),
+    *,
+    at_least: float | None = None,
+) -> Figure:
+    """The rate of moving `size` bytes, against rates in GB/s."""
+    return Figure(name, "GB/s", rates(size, seconds), reference, references, at_least)
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """The sum of all 8-byte words."""
-    return int(tensor.view(torch.int64).sum())
-
-
-def table(results: list[Result]) -> Table:
-    shown = Table("direction", "plain copy", "transition", "ratio")
-    for result in results:
-        rates = (f"{rate / 1e9:.2f} GB/s" for rate in (result.plain, result.transition))
-        shown.add_row(result.direction, *rates, f"{result.ratio:.2f}")
-    return shown
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--platform", help="platform name (default: HAL_PLATFORM, else what is detected)"
     )
-    parser.add_argument("--mib", type=int, default=1024, help="size of the pool")
+    parser.add_argument("--mib", type=int, help="size of the pool (default: 24 GiB, a host's 1)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--backing", default="anonymous", help='"anonymous", "pinned" or "file:DIR"'
+        "--backing",
+        help='"anonymous", "pinned" or "file:DIR" (default: pinned, a host\'s anonymous)',
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     options = parser.parse_args()
     platform = hal.detect(options.platform)
-    results = measure(platform, options.mib * MIB, options.rounds, options.backing)
-    Console().print(
-        f"{platform.name}, {options.mib} MiB, {options.backing}, median of {options.rounds}"
-    )
-    Console().print(table(results))
-    if options.json:
-        figures = [vars(result) | {"ratio": result.ratio} for result in results]
-        options.json.write_text(json.dumps({"schema_version": 1, "results": figures}, indent=2))
+    same = bool(platform.capabilities.unified_memory)
+    size = (options.mib or (1024 if same else 24 * 1024)) * MIB
+    backing = options.backing or ("anonymous" if same else "pinned")
+    warmed = 0.0 if same else warm_host_memory(size + 2 * LINK_BYTES)
+    steady, fresh = measure(platform, size, options.rounds, backing)
+    settings = {
+        "bytes": size,
+        "tensors": len(decoder_sizes(size)),
+        "rounds": options.rounds,
+        "rounds_with_fresh_host_memory": FRESH_ROUNDS,
+        "backing": backing,
+        "first_touch_of_host_memory_seconds": warmed,
+    }
+    return finish("transfer", platform, figures_of(size, steady, fresh), settings, options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

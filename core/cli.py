@@ -194,14 +194,18 @@ def probe(
     """Report versions, platform, capabilities, memory and what is missing: fit for a bug report."""
     from rich.console import Console
 
+    from hal.core.probe import placement_report
     from hal.environment import collect
 
     environment = collect(platform)
+    placements = placement_report(environment)
     if json_:
-        print(json.dumps(environment.as_dict(), indent=2))
+        print(json.dumps(environment.as_dict() | placements.as_dict(), indent=2))
     else:
-        environment.render(Console(width=None if sys.stdout.isatty() else 160))
-    if environment.problems:
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        environment.render(console)
+        placements.render(console)
+    if environment.problems or placements.problems:
         raise typer.Exit(DIFFERENCE)
 
 

@@ -142,6 +142,11 @@ class Contents:
             if e.tag != tag or any(_overlaps(b, r) for b in alive for r in e.missing)
         ]
 
+    @property
+    def dirty_tags(self) -> set[str]:
+        """The tags that have something dirty."""
+        return {entry.tag for entry in self._dirty}
+
     def dirty(self, tags: Iterable[str] | None = None) -> tuple[str, ...]:
         """Names of what was discarded and not loaded again, of the given tags or of all."""
         wanted = None if tags is None else frozenset(tags)

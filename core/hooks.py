@@ -34,8 +34,10 @@ class Hooks:
     def add_after_wake(self, hook: Hook, name: str | None, tag: str | None) -> None:
         self._after.append(_Entry(name or _name(hook), hook, tag))
 
-    def run_before_sleep(self) -> None:
+    def run_before_sleep(self) -> bool:
+        """Run the hooks; returns whether there were any."""
         _run("before_sleep", reversed(self._before))
+        return bool(self._before)
 
     def run_after_wake(self, woken: frozenset[str]) -> None:
         """Run the hooks that wait for no tag or for one of `woken`."""

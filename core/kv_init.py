@@ -6,7 +6,7 @@ sleep; the cache itself must not be copied. Where nested pool scopes give an all
 innermost one (LIFO) the runtime pool is open around the whole and the cache's pool within it. Where
 they give it to the outermost (FIFO), nesting would put the cache into the runtime pool, so either
 the state stays outside every pool (`fallback`: it stays on the device while asleep), or the outer
-scope is left while the inner one is open (`flatten`).
+scope is left while the inner one is open (`flatten`, where a probe has shown that it works).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from hal.core.contents import Tensors, named_tensors
 from hal.core.tags import KV_CACHE, RUNTIME
-from hal.errors import InvalidArgument, StateError
-from hal.platform import PoolNesting
+from hal.errors import InvalidArgument, StateError, Unsupported
+from hal.platform import Capabilities, PoolNesting
 from hal.pools import storage_address
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class KVInitScope:
 
     def __init__(self, manager: SleepManager, *, nesting: Nesting, strict: bool) -> None:
         self._manager, self._strict = manager, strict
-        self.strategy = _strategy(manager.capabilities.pool_nesting, nesting)
+        self.strategy = _strategy(manager.capabilities, nesting)
         self.findings: tuple[AuditFinding, ...] = ()
         self._payload: set[int] = set()
         self._before: set[int] = set()
@@ -130,11 +130,19 @@ class KVInitScope:
         return AuditFinding(address, size, None, "a library's own memory, unseen by the dispatcher")
 
 
-def _strategy(order: PoolNesting, nesting: Nesting) -> Literal["nest", "fallback", "flatten"]:
+def _strategy(
+    capabilities: Capabilities, nesting: Nesting
+) -> Literal["nest", "fallback", "flatten"]:
     match nesting:
         case "auto":
-            return "nest" if order is PoolNesting.LIFO else "fallback"
-        case "fallback" | "flatten":
+            return "nest" if capabilities.pool_nesting is PoolNesting.LIFO else "fallback"
+        case "fallback":
+            return nesting
+        case "flatten":
+            if not capabilities.flatten:
+                raise Unsupported(
+                    "nesting='flatten'", capabilities.name, capabilities.flatten.reason
+                )
             return nesting
     raise InvalidArgument(f"nesting={nesting!r}: use 'auto', 'fallback' or 'flatten'")
 

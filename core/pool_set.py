@@ -108,19 +108,21 @@ def orders_for(
     Segments without a live block take no part: they are given up first, or only passed over without
     `trim`. A preserved tensor in a discarded segment makes it an offload of those ranges alone.
     """
-    pool = managed.pool
-    if trim:
-        pool.trim()
-    while True:
-        snapshot = pool.snapshot()
-        segments = pool.segments()
-        if pool.snapshot().generation == snapshot.generation:
-            break
-    if not trim:
-        segments = [s for s in segments if snapshot.live.get(s.address) != ()]
+    snapshot = current_snapshot(managed.pool, trim=trim)
+    segments = [s for s in snapshot.segments if trim or snapshot.live.get(s.address) != ()]
     orders = tuple(_order(segment, snapshot, policy, contents) for segment in segments)
     scratch = managed.tag in SCRATCH or managed.policy is Policy.DISCARD
     return PoolOrders(managed.tag, policy, orders, tuple(_blocks(snapshot)), scratch)
+
+
+def current_snapshot(pool: Pool, *, trim: bool) -> Snapshot:
+    """A snapshot that no allocation has overtaken, of a pool whose free segments are given up."""
+    while True:
+        snapshot = pool.snapshot()
+        if trim and snapshot.has_free_segment and pool.trim():
+            continue
+        if pool.generation == snapshot.generation:
+            return snapshot
 
 
 def _order(segment: Segment, snapshot: Snapshot, policy: Policy, contents: Contents) -> Order:

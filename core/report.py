@@ -197,13 +197,13 @@ def tag_reports(
     report: TransferReport, groups: Iterable[tuple[str, Policy, set[int]]]
 ) -> tuple[TagReport, ...]:
     """The results of a transition by tag; a group is (tag, policy, serials of its segments)."""
-    moved = sum(_moved(result) for result in report.orders) or 1
+    results = {r.segment.serial: r for r in report.orders if not r.skipped}
+    moved = sum(map(_moved, results.values())) or 1
     entries = []
     for tag, policy, serials in groups:
-        results = [r for r in report.orders if r.segment.serial in serials and not r.skipped]
-        if results:
-            share = sum(_moved(result) for result in results) / moved
-            entries.append(_tag_report(tag, policy, results, share * report.total_seconds))
+        if own := [results[serial] for serial in serials if serial in results]:
+            share = sum(map(_moved, own)) / moved
+            entries.append(_tag_report(tag, policy, own, share * report.total_seconds))
     return tuple(entries)
 
 

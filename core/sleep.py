@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
@@ -14,9 +15,17 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar
 from hal.core.backup import BackupOptions
 from hal.core.contents import Contents, Tensors, named_tensors
 from hal.core.hooks import Hook, Hooks
-from hal.core.pool_set import ManagedPool, PoolOrders, PoolSet, orders_for, orders_of
+from hal.core.pool_set import (
+    ManagedPool,
+    PoolOrders,
+    PoolSet,
+    current_snapshot,
+    orders_for,
+    orders_of,
+)
 from hal.core.report import (
     NOTHING_MOVED,
+    Residual,
     SleepPlan,
     SleepReport,
     TagPlan,
@@ -28,7 +37,7 @@ from hal.core.report import (
     tag_reports,
     timings,
 )
-from hal.core.residual import give_torch_cache_back, residual
+from hal.core.residual import driver_bytes, give_torch_cache_back, residual
 from hal.core.tags import CUDAGRAPH, Policy, level_of, tag_list
 from hal.core.transfer import Transfer
 from hal.errors import (
@@ -42,6 +51,7 @@ from hal.errors import (
     StateError,
     Unsupported,
 )
+from hal.memory import TorchUsage
 from hal.native import Action, Segment, TransferFailed, TransferReport
 from hal.platform import Platform, PoolNesting
 from hal.pools import Pool, storage_address
@@ -99,6 +109,7 @@ class SleepManager:
         self._hooks = Hooks()
         self._transfer = Transfer(self.device, self.capabilities, self.backup, debug=debug)
         self._sleeping: dict[str, Policy] = {}
+        self._graph_bytes = 0
         self._wakes = 0
         self._lock = threading.RLock()
         self._transition: str | None = None
@@ -142,8 +153,26 @@ class SleepManager:
         with self._lock:
             self._refuse_asleep(tag)
             pool = self._pools.get(tag, None)
+        before = driver_bytes(self.platform, self.device_index)
         with pool.capture() as pool_id:
             yield pool_id
+        after = driver_bytes(self.platform, self.device_index)
+        if before is not None and after is not None:
+            self._graph_bytes += max(0, after - before)
+
+    def ipc_handle(self, tensor: torch.Tensor) -> bytes:
+        """A handle with which another process maps the tensor; `Unsupported` for pool memory.
+
+        Interprocess handles of the old kind do not work on virtual-memory mappings: some drivers
+        refuse them, some hand out one that faults when it is used. So no driver is asked.
+        """
+        raise Unsupported(
+            "an interprocess handle",
+            self.platform.name,
+            f"the tensor is in pool {self.tag_of(tensor)!r}, whose memory is mapped for this "
+            "process alone; allocate what others map outside the pools, and turn custom "
+            "all-reduce kernels off",
+        )
 
     def _refuse_asleep(self, tag: str) -> None:
         if tag in self._sleeping:
@@ -382,14 +411,17 @@ class SleepManager:
         dropped = self._drop_backups(ignored) if drop_backups else None
         pools = self._sleep_orders(actions)
         if not pools:
-            return self._sleep_report([], dropped, level, len(ignored) or 1)
+            now = self.platform.torch_usage(self.device_index)
+            return self._sleep_report([], dropped, now, level, len(ignored) or 1)
         self._transfer.check_room(sum(pool.host_bytes for pool in pools))
-        self._run_before_hooks()
-        pools = self._sleep_orders(actions)
-        report = self._transfer_to_sleep(pools)
-        return self._sleep_report(
-            pools, merge([r for r in (dropped, report) if r]), level, len(ignored)
-        )
+        if self._run_before_hooks():
+            pools = self._sleep_orders(actions)
+        give_torch_cache_back(self.platform)
+        with ThreadPoolExecutor(max_workers=1) as beside:  # while the device copies
+            usage = beside.submit(self.platform.torch_usage, self.device_index)
+            report = self._transfer_to_sleep(pools)
+        done = merge([r for r in (dropped, report) if r])
+        return self._sleep_report(pools, done, usage.result(), level, len(ignored))
 
     def _ignored(self, actions: Mapping[ManagedPool, Policy], *, warn: bool) -> list[ManagedPool]:
         """The pools that sleep already: they keep their first policy, and a differing request is
@@ -421,9 +453,10 @@ class SleepManager:
         self._commit_sleep(given_up)
         return report
 
-    def _run_before_hooks(self) -> None:
+    def _run_before_hooks(self) -> bool:
+        """Whether there were any, so that memory may have changed since the plan."""
         try:
-            self._hooks.run_before_sleep()
+            return self._hooks.run_before_sleep()
         except HookError:
             self._undo_before_hooks()
             raise
@@ -442,13 +475,12 @@ class SleepManager:
             if failure.report.ended_asleep:
                 self._commit_sleep(pools)
                 failure.error.add_note(
-                    "what was released fits no more: it ended asleep, backups whole"
+                    "what was released could not be mapped again: it ended asleep, backups whole"
                 )
             else:
                 self._undo_before_hooks()
             raise failure.error from failure
         self._commit_sleep(pools)
-        give_torch_cache_back(self.platform)
         tracked = sum(pool.bytes for pool in pools)
         if tracked and not report.released and not skipped_in(report):
             raise StateError(
@@ -462,10 +494,20 @@ class SleepManager:
             if pool.policy is Policy.DISCARD and not pool.scratch:
                 self._contents.mark_discarded(pool.tag, pool.blocks)
 
+    def _residual(self, usage: TorchUsage | None) -> tuple[Residual, ...]:
+        return residual(
+            self.platform,
+            self.device_index,
+            self._pools,
+            usage=usage,
+            graphs=self._graph_bytes,
+        )
+
     def _sleep_report(
         self,
         pools: Sequence[PoolOrders],
         report: TransferReport | None,
+        usage: TorchUsage | None,
         level: int | None,
         skipped: int,
     ) -> SleepReport:
@@ -476,7 +518,7 @@ class SleepManager:
             tags=tag_reports(done, groups),
             skipped=skipped + skipped_in(done),
             level=level,
-            residual=residual(self.platform, self.device_index, self._pools),
+            residual=self._residual(usage),
         )
 
     # -- wake
@@ -505,13 +547,11 @@ class SleepManager:
     def _wake(self, targets: tuple[str, ...], wait_for_memory: float) -> WakeReport:
         if not targets:
             return self._wake_report(NOTHING_MOVED, [], skipped=1)
-        segments = self._asleep_segments(targets)
-        self._wait_for_room(targets, segments, wait_for_memory)
-        try:
-            report = self._transfer.to_wake(segments, self._by_serial())
-        except TransferFailed as failure:
-            raise self._wake_error(failure.error, targets, segments) from failure
-        groups = [(t, self._sleeping[t], self._serials(t)) for t in targets]
+        by_tag = {tag: self._asleep_segments(tag) for tag in targets}
+        segments = [segment for group in by_tag.values() for segment in group]
+        deadline = time.monotonic() + wait_for_memory
+        report = self._transfer_when_it_fits(targets, segments, deadline)
+        groups = [(t, self._sleeping[t], {s.serial for s in by_tag[t]}) for t in targets]
         self._finish_wake(targets, segments)
         return self._wake_report(report, groups, skipped=skipped_in(report))
 
@@ -547,9 +587,6 @@ class SleepManager:
             raise GroupError(name, failed)
         return report
 
-    def _serials(self, tag: str) -> set[int]:
-        return {segment.serial for segment in self._pools.segments(tag)}
-
     def _wake_targets(self, tags: str | Iterable[str] | None) -> tuple[str, ...]:
         """The sleeping tags that a wake restores; none for an empty list."""
         if tags is None:
@@ -559,20 +596,33 @@ class SleepManager:
             return ()
         return tuple(t for t in self._sleeping if t in wanted or t not in self.deferrable)
 
-    def _asleep_segments(self, tags: Iterable[str]) -> list[Segment]:
+    def _asleep_segments(self, tag: str) -> list[Segment]:
         """The segments to wake; those whose last tensor was freed meanwhile are given up first."""
-        for managed in self._pools:
-            if managed.tag in tags:
-                managed.pool.trim()
-        segments = [segment for tag in tags for segment in self._pools.segments(tag)]
-        return [segment for segment in segments if is_asleep(segment.state)]
+        pools = [managed.pool for managed in self._pools if managed.tag == tag]
+        snapshots = [current_snapshot(pool, trim=True) for pool in pools]
+        return [s for snapshot in snapshots for s in snapshot.segments if is_asleep(s.state)]
+
+    def _transfer_when_it_fits(
+        self, tags: Sequence[str], segments: Sequence[Segment], deadline: float
+    ) -> TransferReport:
+        """Wake the segments; memory that is short, before or only when it is taken, is waited for
+        until the deadline.
+        """
+        while True:
+            self._wait_for_room(tags, segments, deadline)
+            try:
+                return self._transfer.to_wake(segments, self._by_serial)
+            except TransferFailed as failure:
+                error = self._wake_error(failure.error, tags, segments)
+                if not isinstance(error, OutOfDeviceMemory) or time.monotonic() >= deadline:
+                    raise error from failure
+            time.sleep(_POLL_SECONDS)
 
     def _wait_for_room(
-        self, tags: Sequence[str], segments: Sequence[Segment], seconds: float
+        self, tags: Sequence[str], segments: Sequence[Segment], deadline: float
     ) -> None:
-        """Refuse, before anything changes, a wake that does not fit even after waiting."""
+        """Refuse, before anything changes, a wake that is known not to fit even after waiting."""
         needed = sum(segment.size for segment in segments)
-        deadline = time.monotonic() + seconds
         while (free := self._free_memory()) is not None and free < needed:
             if time.monotonic() >= deadline:
                 raise OutOfDeviceMemory(", ".join(tags), needed, free)
@@ -590,13 +640,13 @@ class SleepManager:
         """Run the after-wake hooks and commit; a hook that raises puts what woke back to sleep."""
         self._wakes += 1
         policies = {tag: self._sleeping.pop(tag) for tag in tags}
-        for tag in tags:
+        for tag in self._contents.dirty_tags & set(tags):
             self._contents.forget_freed(tag, self._pools.blocks(tag))
         try:
             self._hooks.run_after_wake(frozenset(tags))
         except HookError:
             self._sleeping.update(policies)
-            self._transfer.sleep_again(segments, self._by_serial())
+            self._transfer.sleep_again(segments, self._by_serial)
             raise
         self._transfer.forget(segments)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 from hal.core.backup import BackupOptions, open_arena
 from hal.core.report import merge
@@ -105,11 +104,11 @@ class Transfer:
     def drop_backups(self, orders: Sequence[Order]) -> TransferReport:
         """Discard segments that sleep already."""
         self._orders.update({order.segment.serial: order for order in orders})
-        dropping = [replace(order, action=Action.DROP_BACKUP) for order in orders]
+        dropping = [order._replace(action=Action.DROP_BACKUP) for order in orders]
         return self._device.sleep(self._arena, dropping)
 
     def to_wake(
-        self, segments: Sequence[Segment], current: Mapping[int, Segment]
+        self, segments: Sequence[Segment], current: Callable[[], Mapping[int, Segment]]
     ) -> TransferReport:
         """Map and restore segments; raises `TransferFailed`, and then all of them sleep again."""
         done: list[TransferReport] = []
@@ -140,15 +139,18 @@ class Transfer:
         discarded = [s for s in segments if s.state is not SegmentState.ASLEEP_BACKED]
         return [part for part in (backed, discarded) if part] or [[]]
 
-    def sleep_again(self, segments: Sequence[Segment], current: Mapping[int, Segment]) -> None:
-        """Undo the wake of segments that are still in `current` (by serial).
+    def sleep_again(
+        self, segments: Sequence[Segment], current: Callable[[], Mapping[int, Segment]]
+    ) -> None:
+        """Undo the wake of segments that are still in `current()` (by serial).
 
         If even that fails they stay mapped, and the next wake finds them so.
         """
+        alive = current()
         orders = [
-            replace(self._orders[s.serial], segment=current[s.serial])
+            self._orders[s.serial]._replace(segment=alive[s.serial])
             for s in segments
-            if s.serial in current
+            if s.serial in alive
         ]
         try:
             self._device.sleep(self._arena, orders)

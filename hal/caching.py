@@ -53,7 +53,8 @@ class CachingAllocator:
         self._heads: dict[int, _Block] = {}
         self._segments: dict[int, int] = {}
         self._freed: deque[int] = deque()
-        self._generation = 0
+        self.generation = 0
+        """Changes with every allocation, free and trim."""
         self._closed = False
 
     def close(self) -> None:
@@ -68,7 +69,7 @@ class CachingAllocator:
             self._drain()
             block = self._best_fit(size) or self._new_segment(size)
             self._take(block, size)
-            self._generation += 1
+            self.generation += 1
             return block.address
 
     def free(self, address: int) -> None:
@@ -97,12 +98,12 @@ class CachingAllocator:
         with self._lock:
             self._drain()
             live = {segment: _live(head) for segment, head in self._heads.items()}
-            return Snapshot(self._generation, live)
+            return Snapshot(self.generation, live)
 
     def _drain(self) -> None:
         while self._freed:
             self._release(self._blocks[self._freed.popleft()])
-            self._generation += 1
+            self.generation += 1
 
     def _give_back_empty(self) -> int:
         empty = [head for head in self._heads.values() if head.free and head.next is None]
@@ -111,7 +112,7 @@ class CachingAllocator:
             self._free.remove(head.key)
             del self._blocks[head.address], self._heads[head.segment]
             del self._segments[head.segment]
-        self._generation += bool(empty)
+        self.generation += bool(empty)
         return sum(head.size for head in empty)
 
     def _best_fit(self, size: int) -> _Block | None:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,8 +83,12 @@ class HostPool(Pool):
         finally:
             self._stack.open.remove(self)
 
+    @property
+    def generation(self) -> int:
+        return self._allocator.generation
+
     def snapshot(self) -> Snapshot:
-        return self._allocator.snapshot()
+        return replace(self._allocator.snapshot(), segments=tuple(self.segments()))
 
     def trim(self) -> int:
         return self._allocator.trim()

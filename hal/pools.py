@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hal.errors import StateError, Unsupported
 from hal.native import Device, Segment
-from hal.platform import PoolNesting
+from hal.platform import Flag, PoolNesting
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +28,20 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The live blocks of a pool: segment address -> (offset, size) ranges, in bytes.
+    """The segments of a pool and their live blocks: segment address -> (offset, size) in bytes.
 
-    `generation` changes with every allocation and free, so that a plan made from a snapshot can be
-    told to be stale.
+    `generation` is the pool's when it was taken: when the pool's has changed, the snapshot may lack
+    a block.
     """
 
     generation: int
     live: Mapping[int, Ranges]
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def has_free_segment(self) -> bool:
+        """Whether a segment could be given back to the device."""
+        return () in self.live.values()
 
 
 class Pool(abc.ABC):
@@ -45,7 +51,7 @@ class Pool(abc.ABC):
         self.device, self.tag = device, tag
         self._entries = device.create_pool(tag)
         self._give_up = weakref.finalize(self, _destroy, device, self._entries.id)
-        self._scopes = 0
+        self._scopes = self._entered = 0
         self._lock = threading.Lock()
 
     @property
@@ -78,6 +84,7 @@ class Pool(abc.ABC):
     def _counted(self) -> Iterator[None]:
         with self._lock:
             self._scopes += 1
+            self._entered += 1
         try:
             yield
         finally:
@@ -94,9 +101,14 @@ class Pool(abc.ABC):
     def _scope(self) -> AbstractContextManager[object]:
         """The platform's own way to direct allocations here."""
 
+    @property
+    @abc.abstractmethod
+    def generation(self) -> int:
+        """Changes with everything that can add a block; cheap to read."""
+
     @abc.abstractmethod
     def snapshot(self) -> Snapshot:
-        """The blocks that hold something now."""
+        """The segments, and the blocks that hold something now."""
 
     @abc.abstractmethod
     def trim(self) -> int:
@@ -109,6 +121,12 @@ class Pool(abc.ABC):
     def owns(self, address: int) -> bool:
         """Whether a device address lies in one of the pool's segments."""
         return any(segment.address <= address < segment.end for segment in self.segments())
+
+    def holds(self, address: int) -> bool:
+        """Whether the allocator has the address in a block of this pool, whatever its segment's
+        tag.
+        """
+        return self.owns(address)
 
     def close(self) -> None:
         """Give the pool up; segments that tensors still hold live on until the last free."""
@@ -154,6 +172,24 @@ def probe_nesting(platform: Platform, device: int = 0) -> PoolNesting:
             f"an allocation inside two pools of {platform.name} landed in neither; this torch "
             "build does not direct allocations to pools"
         )
+    finally:
+        outer.close()
+        inner.close()
+
+
+def probe_flatten(platform: Platform, device: int = 0) -> Flag:
+    """Allocate before, within and after an inner scope for which the outer one is left, and look
+    whether each allocation landed in the pool that was open.
+    """
+    outer, inner = (platform.create_pool(f"probe-{name}", device) for name in ("outer", "inner"))
+    place = torch_device(platform, device)
+    try:
+        for pool, when in ((outer, "before"), (inner, "within"), (outer, "after")):
+            with pool.use():
+                address = _allocate_once(place)
+            if not pool.owns(address):
+                return Flag(False, f"an allocation {when} the inner scope landed in another pool")
+        return Flag(True)
     finally:
         outer.close()
         inner.close()

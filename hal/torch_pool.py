@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hal.errors import HalError, OutOfDeviceMemory, StateError
+from hal.errors import HalError, OutOfDeviceMemory, StateError, Unsupported
 from hal.memory import TorchUsage
 from hal.native import Device
 from hal.pools import Pool, Ranges, Snapshot
@@ -46,6 +46,8 @@ class TorchMemory:
     leave: Callable[[Any], None]
     warm_up: Callable[[int], None]
     is_capturing: Callable[[], bool]
+    no_capture: str = ""
+    """Why graphs cannot be captured into a pool that sleeps; "" where they can."""
 
 
 class ProcessScopes:
@@ -114,6 +116,10 @@ class TorchPool(Pool):
 
     @contextmanager
     def _capture(self) -> Iterator[tuple[int, int]]:
+        if self._memory.no_capture:
+            raise Unsupported(
+                "a pool for captured graphs", self.device.driver, self._memory.no_capture
+            )
         # A captured graph keeps the pool's id, and reads blocks that look free.
         self._shared = True
         with self._surroundings():
@@ -148,13 +154,28 @@ class TorchPool(Pool):
             return None
 
     def snapshot(self) -> Snapshot:
-        own = {segment.address for segment in self.segments()}
+        generation, segments = self.generation, tuple(self.segments())
+        own = {segment.address for segment in segments}
         live = {
             entry["address"]: _whole(entry) if self._shared else _live(entry)
             for entry in self._memory.snapshot()
             if entry["address"] in own
         }
-        return Snapshot(hash(frozenset(live.items())), live)
+        return Snapshot(generation, live, segments)
+
+    @property
+    def generation(self) -> int:
+        # Blocks come only from scopes and captures.
+        return self._entered
+
+    def holds(self, address: int) -> bool:
+        """As torch has it, in the MemPool that serves this pool now."""
+        own = self.torch_pool.id
+        return any(
+            entry["segment_pool_id"] == own
+            and 0 <= address - entry["address"] < entry["total_size"]
+            for entry in self._memory.snapshot()
+        )
 
     def trim(self) -> int:
         """Give segments without live blocks back; returns bytes.
@@ -163,7 +184,7 @@ class TorchPool(Pool):
         free, later allocations get a new MemPool over the same entries, and the old one goes; its
         live tensors are not touched.
         """
-        if self._shared or self.open_scopes or not self._has_free_segment():
+        if self._shared or self.open_scopes or not self.snapshot().has_free_segment:
             return 0
         before = self._held_bytes()
         self._process.drop(self._holder)
@@ -174,9 +195,6 @@ class TorchPool(Pool):
 
     def _held_bytes(self) -> int:
         return sum(segment.size for segment in self.segments())
-
-    def _has_free_segment(self) -> bool:
-        return () in self.snapshot().live.values()
 
     def close(self) -> None:
         super().close()
@@ -198,6 +216,8 @@ def usage_outside(memory: TorchMemory, device: Device) -> TorchUsage:
 
 
 def _live(entry: Mapping[str, Any]) -> Ranges:
+    if len(entry["blocks"]) == 1:  # most segments of large tensors: not worth a loop
+        return () if entry["blocks"][0]["state"] == LIVE_UNLESS else _whole(entry)
     ranges, offset = [], 0
     for block in entry["blocks"]:
         if block["state"] != LIVE_UNLESS:

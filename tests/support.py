@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from hal.core import SleepManager
 from hal.cpu.platform import CpuPlatform
+from hal.detect import candidates
 from hal.platform import Platform, PoolNesting
 
 MIB = 1 << 20
@@ -30,6 +32,8 @@ class Target:
     options: frozenset[str] = frozenset({"capacity", "dirty", "host tensors"})
     """What can be asked of it: a capacity, dirty fresh memory, tensors that the host reads."""
     marks: tuple[pytest.MarkDecorator, ...] = ()
+    only: frozenset[str] | None = None
+    """The tests that it runs; None: all."""
 
     def require(self, option: str) -> None:
         """Skip the test where the target does not have an option."""
@@ -47,16 +51,98 @@ def _emulated_cuda(**options: int) -> Platform:
     return EmulatedCudaPlatform(**options)
 
 
+def _emulated_rocm(*quirks: str, **options: int) -> Platform:
+    from emulator.platforms import EmulatedRocmPlatform
+
+    return EmulatedRocmPlatform(quirks=quirks, **options)
+
+
+def _emulated_xpu(**options: int) -> Platform:
+    from emulator.platforms import EmulatedXpuPlatform
+
+    return EmulatedXpuPlatform(**options)
+
+
 def _cuda() -> Platform:
     from hal.cuda.platform import CudaPlatform
 
     return CudaPlatform()
 
 
+def _rocm() -> Platform:
+    from hal.rocm.platform import RocmPlatform
+
+    return RocmPlatform()
+
+
+def _rocm_on_cuda() -> tuple[Target, ...]:
+    """The ROCm driver on a CUDA device, where `ci/rocm_on_cuda.sh` has registered it."""
+    name = "rocm-on-cuda"
+    if name not in candidates():
+        return ()
+    make = candidates()[name].load()
+    nothing: frozenset[str] = frozenset()
+    return (Target(name, make, out_of_memory=2, other_error=1, device="cuda", options=nothing),)
+
+
+def _xpu() -> Platform:
+    from hal.xpu.platform import XpuPlatform
+
+    return XpuPlatform()
+
+
+def needs_level_zero() -> pytest.MarkDecorator:
+    """Skips what runs over the emulated Intel driver where the loader in front of it is missing."""
+    from emulator import emuze
+
+    why_not = emuze.why_not()
+    return pytest.mark.skipif(why_not is not None, reason=why_not or "")
+
+
+def _rocm_quirk(quirk: str) -> Target:
+    make = functools.partial(_emulated_rocm, *quirk.split("+"))
+    return Target(f"rocm-{quirk}", make, out_of_memory=2, other_error=1, only=WITH_QUIRKS)
+
+
+WITH_QUIRKS = frozenset(
+    {
+        "test_r08_each_segment_is_created_mapped_unmapped_and_released_once_a_cycle",
+        "test_r09_a_tensor_freed_while_asleep_is_freed_once",
+        "test_r13_wake_out_of_memory_rolls_back",
+        "test_r14_a_failed_map_is_an_error_and_nothing_is_copied",
+        "test_r16_a_failure_in_a_later_chunk_leaks_nothing",
+        "test_r33_discarded_pages_never_wake_with_old_bytes",
+    }
+)
+"""What a vendor's quirk could break: the whole life of segments, and every way back."""
+
+QUIRKS = (
+    "hold",
+    "hold-hard",
+    "hold+ignore-hint",
+    "ignore-hint",
+    "refuse-align",
+    "unmap-several",
+    "access-parts",
+    "access-early",
+)
+"""Of the emulated HIP runtime (`emuhip.h`): those with which memory can sleep."""
+
+
 TARGETS = (
     Target("cpu", CpuPlatform, out_of_memory=12, other_error=22),
     Target("cpu-fifo", _fifo, out_of_memory=12, other_error=22),
     Target("cuda-emulated", _emulated_cuda, out_of_memory=2, other_error=1),
+    Target("rocm-emulated", _emulated_rocm, out_of_memory=2, other_error=1),
+    *(_rocm_quirk(quirk) for quirk in QUIRKS),
+    *_rocm_on_cuda(),
+    Target(
+        "xpu-emulated",
+        _emulated_xpu,
+        out_of_memory=0x70000003,
+        other_error=0x78000004,
+        marks=(needs_level_zero(),),
+    ),
     Target(
         "cuda",
         _cuda,
@@ -65,6 +151,24 @@ TARGETS = (
         device="cuda",
         options=frozenset(),
         marks=(pytest.mark.cuda,),
+    ),
+    Target(
+        "rocm",
+        _rocm,
+        out_of_memory=2,
+        other_error=1,
+        device="cuda",
+        options=frozenset(),
+        marks=(pytest.mark.rocm,),
+    ),
+    Target(
+        "xpu",
+        _xpu,
+        out_of_memory=0x70000003,
+        other_error=0x78000004,
+        device="xpu",
+        options=frozenset(),
+        marks=(pytest.mark.xpu,),
     ),
 )
 

@@ -108,7 +108,10 @@ def _run_case(
 ) -> CaseResult:
     with warnings.catch_warnings(record=True) as caught, Stopwatch() as watch:
         warnings.simplefilter("always")
-        subject = make()
+        try:
+            subject = make()
+        except Exception as error:  # noqa: BLE001 - what a device cannot do may raise anything
+            return _not_made(case, error)
         run = _CaseRun(subject, requests, reference, observer, caught)
         run.execute(case.steps)
         run.close()
@@ -123,6 +126,22 @@ def _run_case(
         seconds=watch.seconds,
         findings=tuple(run.findings),
         warnings=tuple(str(warning.message) for warning in caught),
+    )
+
+
+def _not_made(case: Case, error: Exception) -> CaseResult:
+    """The result of a case whose engine could not even be made."""
+    text = f"making the engine raised {type(error).__name__}: {error}"
+    return CaseResult(
+        name=case.name,
+        description=case.description,
+        rounds=0,
+        compared=0,
+        damaged=0,
+        unstable=0,
+        slept={},
+        seconds=0.0,
+        findings=(Finding(Gate.BEHAVIOUR, text),),
     )
 
 

@@ -125,9 +125,7 @@ class Bars:
 def _table(report: VerifyReport, *, described: bool) -> Table:
     capabilities = report.environment["capabilities"]
     where = f"{report.environment['platform']} ({capabilities['device_name']})"
-    how = (
-        ", decode steps replayed from graphs" if report.options.get("execution") == "graphs" else ""
-    )
+    how = ", graphs" if report.options["execution"] == "graphs" else ""
     table = Table(title=f"Sleep and wake on {where}{how}", title_justify="left")
     table.add_column("case", no_wrap=True)
     if described:

@@ -12,7 +12,8 @@ import torch
 
 from hal.torch_pool import TorchMemory
 
-_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
+_SETTINGS = "ALLOC_CONF"
+"""How torch's name for the whole setting ends, whatever the build."""
 _EXPANDABLE = "expandable_segments"
 
 
@@ -66,7 +67,7 @@ def _switch_expandable_off() -> str | None:
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
     if not settings.get(_EXPANDABLE):
         return None
-    whole: str = settings[_SETTINGS]
+    whole: str = next(text for name, text in settings.items() if name.endswith(_SETTINGS))
     _apply(_without_expandable(whole))
     return whole
 

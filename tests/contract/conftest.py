@@ -14,9 +14,26 @@ from hal.platform import Platform
 from support import TARGETS, Target, release_held
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what a target does not run."""
+    left_out = [item for item in items if not _runs(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _runs(item)]
+
+
+def _runs(item: pytest.Item) -> bool:
+    parameters = getattr(item, "callspec", None)
+    target = parameters.params.get("target") if parameters else None
+    if not isinstance(target, Target) or target.only is None:
+        return True
+    return getattr(item, "originalname", None) in target.only
+
+
 @pytest.fixture(params=[pytest.param(t, id=t.name, marks=t.marks) for t in TARGETS])
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     chosen: Target = request.param
+    request.node.user_properties.append(("target", chosen.name))  # for the summary by platform
     with torch.device(chosen.device):
         yield chosen
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from emulator import emucuda
-from hal.errors import DriverError, HalError, OutOfDeviceMemory, StateError, Unsupported
+from hal.errors import DriverError, HalError, HostMemoryError, OutOfDeviceMemory, StateError, Unsupported
 from hal.native import (
     Action,
     Arena,
@@ -193,7 +193,7 @@ def test_streams_are_made_at_their_first_use(emu: EmulatedCuda, device: Device, 
 def test_default_chunk_is_64_mib_and_allocations_are_cut_into_chunks(
     emu: EmulatedCuda, open_device: Callable[..., Device]
 ) -> None:
-    assert open_device(options="").facts.chunk == 64 * MIB
+    assert open_device(options="").facts.chunk == 512 * MIB
     device = open_device()
     with open_pool(device) as entries:
         device.allocate(entries.id, SIZE)
@@ -569,6 +569,22 @@ def test_a_failed_registration_does_not_poison_the_next_call(
     assert arena.stats().fell_back
     wake(device, arena)
     assert read(device, address, SIZE) == pattern(SIZE, 6)
+    assert emu.stats().registrations == 0
+    arena.close()
+
+
+def test_r68_registrations_are_small_pieces_and_all_undone_when_one_fails(
+    emu: EmulatedCuda, device: Device
+) -> None:
+    arena = Arena(device, Backing.PINNED, require_pinned=True)
+    arena.prepare(520 * MIB)
+    stats = emu.stats()
+    assert stats.registrations >= 3
+    assert stats.registered_bytes == 520 * MIB
+    assert arena.trim() == 520 * MIB
+    emu.fail("cuMemHostRegister_v2", nth=3, code=2)
+    with pytest.raises(HostMemoryError):
+        arena.prepare(520 * MIB)
     assert emu.stats().registrations == 0
     arena.close()
 

@@ -249,6 +249,25 @@ def test_r57_r58_what_stays_is_explained_by_source(sleeper: SleepManager) -> Non
     sleeper.wake_up()
 
 
+def test_r63_captured_graphs_are_a_line_of_their_own(manager: Make) -> None:
+    sleeper = manager()
+    x = torch.randn(256, 256)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(64)]
+    for graph in graphs:
+        with sleeper.graph_pool() as pool, torch.cuda.graph(graph, pool=pool):
+            y = x
+            for _ in range(200):
+                y = y.relu() + 1
+        graph.replay()
+    dropped: list[int] = []
+    sleeper.before_sleep(lambda: (dropped.append(len(graphs)), graphs.clear()), name="drop graphs")
+    report = sleeper.sleep(level=1)
+    assert dropped == [64], "an engine drops its graphs in a hook, or keeps them"
+    sources = {entry.source: entry.bytes for entry in report.residual}
+    assert (sources.get("captured graphs") or 0) > 0
+    sleeper.wake_up()
+
+
 def test_r64_pinned_backups_take_exactly_their_bytes(manager: Make) -> None:
     sleeper = manager()
     tensor = fill(sleeper, "weights", 1, 5 * GIB)

@@ -96,6 +96,7 @@ def test_the_json_report_says_what_ran_where(tmp_path: Path) -> None:
     assert report["cases"][1]["compared"] == 48
     assert report["options"]["requests"] == 24
     assert report["options"]["break"] is None
+    assert report["options"]["execution"] == "eager"
     assert report["environment"]["platform"]
     assert report["environment"]["versions"]["torch"] == torch.__version__
     assert report["environment"]["capabilities"]["pool_nesting"] in ("lifo", "fifo")
@@ -194,6 +195,11 @@ def test_the_command_itself_fails_without_a_traceback(run_python: RunPython) -> 
         (["--break", "nothing"], ["'nothing'", *BREAKS, "help"]),
         (["--platform", "nothing"], ["'nothing'", "cpu"]),
         (["--nesting", "zigzag"], ["--nesting", "zigzag", "lifo", "flatten"]),
+        (["--execution", "lazy"], ["--execution", "lazy", "eager", "graphs"]),
+        (
+            ["--execution", "graphs", "--platform", "cpu"],
+            ["--execution graphs", "cpu", "no device graphs"],
+        ),
         (["--backing", "tape"], ["'tape'", "anonymous", "file:DIR"]),
         (["--backing", "file:/nowhere/at/all"], ["/nowhere/at/all", "writable"]),
         (["--requests", "0"], ["--requests", "at least 1"]),

@@ -371,6 +371,17 @@ def test_r04_an_engine_may_reject_what_arrives_while_asleep(sleeper: SleepManage
     assert len(serve(engine, REQUESTS)) == len(REQUESTS)
 
 
+def test_r21_a_queued_request_that_holds_no_memory_does_not_stop_a_sleep(
+    engine: ReferenceEngine, sleeper: SleepManager
+) -> None:
+    reference = serve(engine, REQUESTS)
+    engine.submit(REQUESTS)
+    sleeper.sleep(level=1)
+    assert engine.unfinished == len(REQUESTS)
+    sleeper.wake_up()
+    assert drain(engine) == reference
+
+
 def test_r24_buffers_outlive_a_discard_that_no_checkpoint_undoes(
     engine: ReferenceEngine, sleeper: SleepManager
 ) -> None:

@@ -206,6 +206,19 @@ def test_an_engine_that_never_serves_ends_the_run_without_a_pass(setup: Setup) -
     assert "no kernel for this device" in results["awake"].findings[0].text
 
 
+def test_an_engine_that_cannot_be_made_is_a_finding(setup: Setup) -> None:
+    class Unmakeable(ReferenceEngine):
+        def _allocate(self) -> None:
+            raise RuntimeError("no memory for the model")
+
+    results = run(setup, subject_of(Unmakeable))
+    assert list(results) == ["awake"]
+    assert not results["awake"].passed
+    assert (
+        "making the engine raised RuntimeError: no memory for" in results["awake"].findings[0].text
+    )
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -467,7 +480,8 @@ def test_chosen_cases_come_behind_the_reference() -> None:
 
 def report_of(results: Sequence[CaseResult]) -> VerifyReport:
     environment = {"platform": "cpu", "capabilities": {"device_name": "CPU"}}
-    return VerifyReport(tuple(results), environment, {"requests": len(REQUESTS)}, 1.5)
+    options = {"requests": len(REQUESTS), "execution": "graphs"}
+    return VerifyReport(tuple(results), environment, options, 1.5)
 
 
 @pytest.fixture
@@ -546,7 +560,7 @@ def test_a_terminal_gets_bars_and_a_table(
             bars.finished(result)
     bars.summarize(damaged)
     text = console.export_text()
-    assert "Sleep and wake on cpu (CPU)" in text
+    assert "Sleep and wake on cpu (CPU), graphs" in " ".join(text.split())
     assert ("two rounds without a sleep" in text) is described
 
 

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# What has to hold on the host as the device, beside the tests of `make test`: bit-exact wakes in every nesting order,
+# cycles without creep, and the measurements.
+# Usage: ci/cpu.sh [verify] [cycles] [bench]; without an argument all of them.
+#
+#   OUT            where JSON and the log go (default: build/cpu)
+#   PYTHON         a Python of version 3.11 or newer (default: python3)
+#
+# Exit status: 0 when everything passed, 1 when a section failed, 2 for bad usage.
+set -euo pipefail
+platform=cpu
+sections="verify cycles bench"
+# shellcheck source=ci/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+section_verify() {
+  local nesting
+  for nesting in lifo fifo flatten; do
+    section "verify-$nesting" hal verify --platform cpu --nesting "$nesting" --json "$results/verify-$nesting.json"
+  done
+}
+
+section_cycles() { section cycles bench cycles --cycles 300; }
+
+section_bench() {
+  section transfer bench transfer
+  section pools bench pools --rounds 3
+}
+
+run_sections "$@"

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Everything that has to hold on a CUDA device, from a fresh CUDA container to a verdict: the contract suite and the GPU
+# tests, bit-exact wakes (eager and graphs), 300 cycles without a slope, and the measurements with their targets.
+# Usage: ci/cuda.sh [tests] [verify] [cycles] [bench]; without an argument all of them.
+#
+#   OUT            where JSON and the log go (default: build/cuda)
+#   PYTHON         the container's Python, which has torch (default: python3)
+#   HAL_LIBRARY    with PYTHONPATH: a library and a source tree to use as they are
+#
+# Exit status: 0 when everything passed, 1 when a section failed, 2 for bad usage.
+set -euo pipefail
+platform=cuda
+sections="tests verify cycles bench"
+# shellcheck source=ci/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+# Not side by side: tests that fill the device, or look at what is free on it, need it for themselves.
+section_tests() {
+  section contract tests -m cuda tests/contract
+  section gpu tests -m cuda tests/gpu
+}
+
+section_verify() {
+  local execution
+  for execution in eager graphs; do
+    section "verify-$execution" hal verify --platform cuda --execution "$execution" \
+      --json "$results/verify-$execution.json"
+  done
+}
+
+section_cycles() { section cycles bench cycles --cycles 300; }
+
+section_bench() {
+  section transfer bench transfer
+  section pools bench pools
+}
+
+run_sections "$@"
