@@ -16,7 +16,7 @@ from conftest import RunPython
 from emulator import emucuda, emuhip
 from emulator.emucuda import EmulatedCuda
 from emulator.emuhip import EmulatedHip
-from emulator.platforms import EmulatedRocmPlatform, emulated_cuda, emulated_hip
+from emulator.platforms import EmulatedRocmPlatform, emulated_hip
 from hal.core import BackupOptions, SleepManager, State
 from hal.errors import (
     AddressLostError,
@@ -34,11 +34,20 @@ CHUNKS = 3
 PROBED = 64 * MIB
 
 
+@pytest.fixture(scope="session")
+def machine() -> tuple[EmulatedCuda, EmulatedHip]:
+    """Libraries with books of their own, which no other test file uses."""
+    cuda = EmulatedCuda(emucuda.build(name="libemucuda-beneath.so"))
+    return cuda, EmulatedHip(emuhip.build(name="libemuhip-alone.so"), cuda.path)
+
+
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedCuda]:
+def cuda(
+    machine: tuple[EmulatedCuda, EmulatedHip], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EmulatedCuda]:
     """Two devices of the libcuda beneath; at the end everything must have been given back."""
     monkeypatch.setenv("EMUCUDA_DEVICES", "2")
-    emulator = emulated_cuda()
+    emulator, _ = machine
     emulator.reset()
     before = [holdings(emulator, device) for device in (0, 1)]
     yield emulator
@@ -48,8 +57,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedCuda]:
 
 
 @pytest.fixture
-def hip(cuda: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedHip]:
-    runtime = emulated_hip()
+def hip(
+    machine: tuple[EmulatedCuda, EmulatedHip], cuda: EmulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EmulatedHip]:
+    _, runtime = machine
     monkeypatch.setenv("HAL_LIBAMDHIP64", str(runtime.path))
     runtime.reset()
     yield runtime
@@ -57,7 +68,7 @@ def hip(cuda: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulate
 
 
 @pytest.fixture
-def open_device(hip: EmulatedHip) -> Iterator[Callable[..., Device]]:
+def open_device(cuda: EmulatedCuda, hip: EmulatedHip) -> Iterator[Callable[..., Device]]:
     opened: list[Device] = []
 
     def make(*quirks: str, index: int = 0, options: str = CHUNK) -> Device:
@@ -66,7 +77,7 @@ def open_device(hip: EmulatedHip) -> Iterator[Callable[..., Device]]:
         return opened[-1]
 
     yield make
-    emulated_cuda().reset()
+    cuda.reset()
     for device in opened:
         for segment in device.segments():
             device.free(segment.address)
@@ -174,14 +185,19 @@ def test_releases_before_5_3_are_refused_for_their_layout(hip: EmulatedHip) -> N
     ],
 )
 def test_a_device_that_cannot_be_opened_says_why(
-    hip: EmulatedHip, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, reason: str
+    cuda: EmulatedCuda,
+    hip: EmulatedHip,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    reason: str,
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setenv(variable, value)
-        emulated_cuda().reset()
+        cuda.reset()
         with pytest.raises(Unsupported, match=re.escape(reason)):
             Device("rocm")
-    emulated_cuda().reset()
+    cuda.reset()
     Device("rocm").close()
 
 
@@ -191,7 +207,7 @@ def test_a_device_that_is_not_there(hip: EmulatedHip) -> None:
 
 
 def test_a_thread_keeps_its_current_device(
-    hip: EmulatedHip, open_device: Callable[..., Device]
+    cuda: EmulatedCuda, hip: EmulatedHip, open_device: Callable[..., Device]
 ) -> None:
     second = open_device(index=1)
     assert hip.current_device() == 0
@@ -200,7 +216,7 @@ def test_a_thread_keeps_its_current_device(
     with pytest.raises(DriverError):
         second.unmap(address, SIZE)
     assert hip.current_device() == 0
-    assert (emulated_cuda().stats(0).used_bytes, emulated_cuda().stats(1).used_bytes) == (0, SIZE)
+    assert (cuda.stats(0).used_bytes, cuda.stats(1).used_bytes) == (0, SIZE)
     hip.set_device(1)
     assert open_device(index=0).memory()
     assert hip.current_device() == 1
@@ -213,6 +229,7 @@ def test_a_thread_keeps_its_current_device(
 @pytest.fixture
 def without(hip: EmulatedHip, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A runtime that lacks symbols."""
+    monkeypatch.setenv("EMUHIP_LIBCUDA", str(hip.libcuda))
 
     def make(*symbols: str) -> None:
         monkeypatch.setenv("HAL_LIBAMDHIP64", str(emuhip.build(hidden=symbols)))
@@ -254,7 +271,7 @@ with Device("rocm") as device:
 
 
 def run_environment(hip: EmulatedHip, **more: str) -> dict[str, str]:
-    return {"HAL_LIBAMDHIP64": "", "EMUHIP_LIBCUDA": os.environ["EMUHIP_LIBCUDA"], **more}
+    return {"HAL_LIBAMDHIP64": "", "EMUHIP_LIBCUDA": str(hip.libcuda), **more}
 
 
 def test_the_runtime_that_torch_has_loaded_is_used_whatever_the_loader_would_find(
@@ -448,7 +465,8 @@ def test_r98_an_address_that_was_given_back_wakes(
         assert read(device, address) == expected(1)
 
 
-def test_r98_a_manager_is_asleep_after_it_and_says_so(hip: EmulatedHip) -> None:
+def test_r98_a_manager_is_asleep_after_it_and_says_so() -> None:
+    hip = emulated_hip()
     platform = EmulatedRocmPlatform(quirks=("hold-hard",))
     sleeper = SleepManager(platform, backup=BackupOptions(backing="anonymous"))
     tensor = fill(sleeper, "weights", 1)
@@ -542,6 +560,26 @@ def test_r101_access_that_stays_refused_is_an_error_with_address_and_size(
     assert caught.value.size == SIZE
     assert caught.value.address
     assert holdings(cuda) == before
+
+
+def test_pages_of_4_kib_are_taken_as_they_are(
+    cuda: EmulatedCuda, open_device: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMUCUDA_GRANULARITY_KB", "4")
+    cuda.reset()
+    device = open_device(options="")
+    assert device.facts.granularity == 4096
+    fresh(device, 1, size=5000)
+    assert [segment.size for segment in device.segments()] == [8192]
+
+
+def test_allocating_during_a_capture_does_not_break_it(cuda: EmulatedCuda, device: Device) -> None:
+    entry = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+    allocate = entry(device.create_pool("cudagraph").allocate)
+    with cuda.context(), cuda.stream() as stream:
+        cuda.capture_begin(stream)
+        assert allocate(SIZE, 0, stream)
+        assert cuda.capture_end(stream) == 0
 
 
 def test_physical_memory_is_made_in_chunks(cuda: EmulatedCuda, device: Device) -> None:
