@@ -17,6 +17,7 @@
 #include <mutex>
 #include <string>
 
+#include "addresses.h"
 #include "copy_streams.h"
 #include "host_memory.h"
 #include "options.h"
@@ -125,25 +126,9 @@ int32_t memory_info(void* context, uint64_t* free_bytes, uint64_t* total_bytes) 
 
 int32_t reserve(void* context, uint64_t size, uint64_t alignment, hal_address hint, hal_address* out) {
   if (size == 0 || size % cpu_of(context).options.granularity != 0) return EINVAL;
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  if (hint != 0) {
-    void* at = mmap(pointer(hint), size, PROT_NONE, kFlags | MAP_FIXED_NOREPLACE, -1, 0);
-    if (at == MAP_FAILED) return errno;
-    *out = reinterpret_cast<hal_address>(at);
-    if (*out == hint) return 0;
-    munmap(at, size);  // a kernel before 4.17 takes the flag for a mere hint
-    return EEXIST;
-  }
+  if (hint != 0) return hal::reserve_at(hint, size, out);
   // Huge pages need addresses that begin at one.
-  const uint64_t step = std::max(alignment, size >= kHugePage ? kHugePage : uint64_t{4096});
-  void* raw = mmap(nullptr, size + step, PROT_NONE, kFlags, -1, 0);
-  if (raw == MAP_FAILED) return errno;
-  const auto begin = reinterpret_cast<uint64_t>(raw);
-  *out = (begin + step - 1) / step * step;
-  if (*out > begin) munmap(raw, *out - begin);
-  const uint64_t tail = begin + step - *out;
-  if (tail > 0) munmap(pointer(*out + size), tail);
-  return 0;
+  return hal::reserve_anywhere(size, std::max(alignment, size >= kHugePage ? kHugePage : uint64_t{4096}), out);
 }
 
 int32_t unreserve(void*, hal_address address, uint64_t size) {
@@ -266,33 +251,32 @@ void describe(int32_t code, char* text, size_t size) {
   std::snprintf(text, size, "%s", std::strerror(code));
 }
 
-const hal_driver kDriver = {
-    HAL_DRIVER_ABI,
-    sizeof(hal_driver),
-    "cpu",
-    open_cpu,
-    close_cpu,
-    facts_of_cpu,
-    granularity,
-    memory_info,
-    reserve,
-    unreserve,
-    create,
-    release,
-    map,
-    access_memory,
-    unmap,
-    copy_to_host,
-    copy_to_device,
-    fill,
-    synchronize,
-    host_register,
-    host_unregister,
-    is_capturing,
-    classify,
-    describe,
-    nullptr,  // release gives memory back
-};
+// No `vacate`: release alone gives memory back.
+const hal_driver kDriver = {HAL_DRIVER_ABI,
+                            sizeof(hal_driver),
+                            "cpu",
+                            open_cpu,
+                            close_cpu,
+                            facts_of_cpu,
+                            granularity,
+                            memory_info,
+                            reserve,
+                            unreserve,
+                            create,
+                            release,
+                            map,
+                            access_memory,
+                            unmap,
+                            copy_to_host,
+                            copy_to_device,
+                            fill,
+                            synchronize,
+                            host_register,
+                            host_unregister,
+                            is_capturing,
+                            classify,
+                            describe,
+                            nullptr};
 
 }  // namespace
 

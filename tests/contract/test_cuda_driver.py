@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from emulator import emucuda
-from hal.errors import DriverError, HalError, HostMemoryError, OutOfDeviceMemory, StateError, Unsupported
+from hal.errors import (
+    DriverError,
+    HalError,
+    HostMemoryError,
+    OutOfDeviceMemory,
+    StateError,
+    Unsupported,
+)
 from hal.native import (
     Action,
     Arena,

@@ -7,7 +7,7 @@ import mmap
 import torch
 
 from hal.core import SleepManager
-from support import MIB, pattern
+from support import MIB, Target, pattern
 
 TRACKED = {"awake tags", "other pools"}
 CACHED = "torch's cache outside the pools"
@@ -23,7 +23,10 @@ def residual(sleeper: SleepManager) -> tuple[dict[str, int], int]:
     return tracked, sum(sizes.values()) - sum(tracked.values())
 
 
-def test_r58_tracked_and_untracked_bytes_are_told_apart(sleeper: SleepManager) -> None:
+def test_r58_tracked_and_untracked_bytes_are_told_apart(
+    sleeper: SleepManager, target: Target
+) -> None:
+    target.require("host tensors")
     with sleeper.pool("weights"):
         weights = torch.empty(4 * MIB, dtype=torch.uint8)
     weights.copy_(pattern(4 * MIB))
