@@ -18,6 +18,7 @@
 #include <string>
 
 #include "addresses.h"
+#include "codes.h"
 #include "copy_streams.h"
 #include "host_memory.h"
 #include "options.h"
@@ -230,27 +231,6 @@ int32_t is_capturing(void*, void*) {
   return 0;
 }
 
-hal_kind classify(int32_t code) {
-  switch (code) {
-    case 0:
-      return HAL_OK;
-    case ENOMEM:
-      return HAL_OUT_OF_DEVICE_MEMORY;
-    case EBUSY:
-      return HAL_BUSY;
-    case EEXIST:
-      return HAL_ADDRESS_LOST;
-    case ENOTSUP:
-      return HAL_UNSUPPORTED;
-    default:
-      return HAL_DRIVER_ERROR;
-  }
-}
-
-void describe(int32_t code, char* text, size_t size) {
-  std::snprintf(text, size, "%s", std::strerror(code));
-}
-
 // No `vacate`: release alone gives memory back.
 const hal_driver kDriver = {HAL_DRIVER_ABI,
                             sizeof(hal_driver),
@@ -274,8 +254,8 @@ const hal_driver kDriver = {HAL_DRIVER_ABI,
                             host_register,
                             host_unregister,
                             is_capturing,
-                            classify,
-                            describe,
+                            hal::classify_errno,
+                            hal::describe_errno,
                             nullptr};
 
 }  // namespace
