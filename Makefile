@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install --constr
 
 NATIVE_SOURCES := CMakeLists.txt $(wildcard hal/native/* hal/*/*.cpp hal/*/*.h)
 CPP_FILES := $(wildcard hal/native/*.cpp hal/native/*.h hal/*/*.cpp hal/*/*.h tests/native/*.cpp tests/native/*.h \
-               tests/emulator/*.cpp tests/emulator/*.h)
+               tests/emulator/*.cpp tests/emulator/*.h tests/emulator/*/*.cpp tests/emulator/*/*.h)
 SOURCE_VIEW := build/source-view
 
 .DEFAULT_GOAL := help

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from hal.native import Fact
 from hal.platform import Capabilities, Flag, Platform, PoolNesting
+from hal.pools import probe_flatten
 
 
 def capabilities_from(
-    platform: Platform, index: int, nesting: PoolNesting, found: str, graph_pools: Flag
+    platform: Platform,
+    index: int,
+    nesting: PoolNesting,
+    found: str,
+    graph_pools: Flag,
+    *,
+    virtual_memory: Flag | None = None,
 ) -> Capabilities:
-    """What the facts of an opened device say, with what only the platform's room knows."""
+    """What the facts of an opened device say, with what only the platform's room knows.
+
+    `virtual_memory`, if given, is believed over the facts.
+    """
     facts = platform.device(index).facts
     flag = {fact: Flag(fact in facts.yes, facts.why_not.get(fact, "")) for fact in Fact}
+    vmm = flag[Fact.VMM] if virtual_memory is None else virtual_memory
     return Capabilities(
         name=platform.name,
         device_type=platform.device_type,
@@ -19,8 +30,9 @@ def capabilities_from(
         driver_version=facts.version,
         pool_nesting=nesting,
         nesting_found=found,
+        flatten=probe_flatten(platform, index) if vmm else vmm,
         granularity=facts.granularity,
-        virtual_memory=flag[Fact.VMM],
+        virtual_memory=vmm,
         graph_pools=graph_pools,
         scrubs_discarded=flag[Fact.SCRUBS],
         pinned_host=flag[Fact.PIN_HOST],

@@ -107,6 +107,23 @@ class Candidate:
         except Exception as error:  # noqa: BLE001 - whatever a platform's own code raises is its reason
             return f"{self.target} failed with {type(error).__name__}: {error}"
 
+    def missing(self) -> tuple[str, ...]:
+        """One line for each piece that this platform lacks here; empty when it can be used."""
+        why_not = self.why_not()
+        if why_not is None:
+            return ()
+        try:
+            return self.load().missing()
+        except Exception:  # noqa: BLE001 - then why_not() has said what a platform's own code raises
+            return (why_not,)
+
+    def notices(self) -> tuple[str, ...]:
+        """What of this platform works here but is probably not meant."""
+        try:
+            return tuple(self.load().notices())
+        except Exception:  # noqa: BLE001 - why_not() says what is broken
+            return ()
+
     def _why_not_importable(self, error: ModuleNotFoundError) -> str:
         module = self.target.partition(":")[0]
         is_absent = error.name is not None and f"{module}.".startswith(f"{error.name}.")

@@ -7,6 +7,7 @@ It works on an installation that is broken: what cannot be asked is listed under
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform as system
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hal import native
-from hal.detect import VENDORS, Vendor, detect, survey
+from hal.detect import VARIABLE, VENDORS, Vendor, candidates, detect, survey
 from hal.memory import MemoryInfo
 from hal.platform import Capabilities, Flag, Platform
 from hal.torch_build import TorchBuild, torch_build
@@ -75,7 +76,7 @@ class Environment:
         """Print the report for people."""
         for title, rows in self._sections():
             if rows:
-                console.print(_table(title, rows))
+                console.print(table(title, rows))
 
     def _sections(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         yield "Versions", [*self.versions.items(), ("libhal", self._library_text())]
@@ -108,7 +109,7 @@ def collect(platform_name: str | None = None) -> Environment:
         platform=_platform(platform_name, problems, is_loaded=is_loaded),
         host_memory=_attempt(problems, "host memory", native.host_memory) if is_loaded else None,
         extras=_extras(),
-        notices=tuple(torch_notices(build)),
+        notices=(*torch_notices(build), *_platform_notices()),
         problems=tuple(problems),
     )
 
@@ -130,6 +131,11 @@ def torch_notices(build: TorchBuild | None, vendors: Sequence[Vendor] = VENDORS)
                 "may have replaced the vendor's build. Install that build again, then "
                 f"`pip install --no-deps {DISTRIBUTION}`, which leaves it alone (docs/install.md)"
             )
+
+
+def _platform_notices() -> Iterator[str]:
+    for candidate in candidates().values():
+        yield from candidate.notices()
 
 
 def _attempt(problems: list[str], what: str, ask: Callable[[], _T]) -> _T | None:
@@ -165,6 +171,9 @@ def _library(problems: list[str]) -> LibraryReport:
 
 
 def _platform(name: str | None, problems: list[str], *, is_loaded: bool) -> PlatformReport | None:
+    if pieces := _missing_pieces(name):
+        problems += pieces
+        return None
     platform = _attempt(problems, "platform", lambda: detect(name))
     if platform is None:
         return None
@@ -175,6 +184,12 @@ def _platform(name: str | None, problems: list[str], *, is_loaded: bool) -> Plat
     return PlatformReport(
         platform.name, _plain(capabilities) if capabilities else None, devices or ()
     )
+
+
+def _missing_pieces(name: str | None) -> list[str]:
+    """One line for each piece that the platform asked for lacks; none where no platform is."""
+    candidate = candidates().get(name or os.environ.get(VARIABLE, ""))
+    return [f"{candidate.name}: {piece}" for piece in candidate.missing()] if candidate else []
 
 
 def _memory_of_devices(platform: Platform) -> tuple[MemoryInfo, ...]:
@@ -214,16 +229,17 @@ def _requirements() -> Iterator[tuple[str, str | None]]:
             yield name[0], extra[1] if extra else None
 
 
-def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+def table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    """A titled list of names and texts."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(min_width=18, no_wrap=True)
-    table.add_column(overflow="fold")
+    made = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    made.add_column(min_width=18, no_wrap=True)
+    made.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(Text(name), Text(text))
-    return table
+        made.add_row(Text(name), Text(text))
+    return made
 
 
 def _capability_rows(platform: PlatformReport) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import enum
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,7 +26,7 @@ class PoolNesting(enum.Enum):
 
 @dataclass(frozen=True)
 class Flag:
-    """A yes or no; every "no" carries a one-line reason."""
+    """A yes or no; every "no" carries a one-line reason, and a "yes" may carry a reservation."""
 
     available: bool
     reason: str = ""
@@ -38,7 +39,8 @@ class Flag:
         return self.available
 
     def __str__(self) -> str:
-        return "yes" if self.available else f"no ({self.reason})"
+        answer = "yes" if self.available else "no"
+        return f"{answer} ({self.reason})" if self.reason else answer
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Capabilities:
     pool_nesting: PoolNesting
     nesting_found: str
     """"probed" (two nested pools, one allocation, looked where it landed) or "declared"."""
+    flatten: Flag
+    """Leaving the outer of two scopes while the inner one is open puts each allocation where it
+    belongs, whatever the nesting order: probed.
+    """
     granularity: int
     virtual_memory: Flag
     """Addresses outlive their memory, so that memory can sleep."""
@@ -100,6 +106,17 @@ class Platform(abc.ABC):
         Cheap, and without a device context: `hal.detect` asks it before a process forks.
         """
         return None
+
+    @classmethod
+    def missing(cls) -> tuple[str, ...]:
+        """One line for each piece that is not here: what was looked for, and what to install."""
+        why_not = cls.why_not()
+        return () if why_not is None else (why_not,)
+
+    @classmethod
+    def notices(cls) -> Iterable[str]:
+        """What of this platform works here but is probably not meant, in lines."""
+        return ()
 
     @abc.abstractmethod
     def device_count(self) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +17,13 @@ import pytest
 from hal.detect import survey
 
 ROOT = Path(__file__).resolve().parent.parent
+OUTCOMES = {
+    "passed": "passed",
+    "failed": "failed",
+    "error": "errors",
+    "skipped": "unsupported",
+    "xfailed": "expected failures",
+}
 VENDOR_MARKERS = ("cuda", "rocm", "xpu")
 
 # hypothesis's own profile for CI draws the same examples in every run.
@@ -41,6 +49,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _vendors_of(item: pytest.Item) -> list[str]:
     return [name for name in VENDOR_MARKERS if item.get_closest_marker(name)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the contract suite found, by platform: what a platform cannot do is kept apart from
+    what is expected to fail.
+    """
+    outcomes: dict[str, Counter[str]] = {}
+    points: dict[str, Counter[str]] = {}
+    for target, said, point in _contract_results(terminalreporter):
+        outcomes.setdefault(target, Counter())[said] += 1
+        points.setdefault(target, Counter()).update([point] if point else [])
+    if outcomes:
+        terminalreporter.section("contract suite by platform")
+    for target, counts in sorted(outcomes.items()):
+        text = ", ".join(f"{counts[said]} {said}" for said in OUTCOMES.values())
+        hit = ", ".join(f"{point} {count}" for point, count in sorted(points[target].items()))
+        terminalreporter.line(f"{target}: {text}" + (f"; fault points hit: {hit}" if hit else ""))
+
+
+def _contract_results(reporter: pytest.TerminalReporter) -> Iterator[tuple[str, str, str]]:
+    """(platform, outcome, fault point or "") of every test that ran on a platform."""
+    for outcome, said in OUTCOMES.items():
+        for report in reporter.stats.get(outcome, ()):
+            found = dict(getattr(report, "user_properties", ()))
+            if "target" in found and (outcome != "passed" or report.when == "call"):
+                yield found["target"], said, found.get("fault point", "")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import re
 import threading
@@ -69,12 +70,13 @@ def emu(loaded: EmulatedXpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulat
         monkeypatch.delenv(variable, raising=False)
     loaded.reset()
     loaded.set(cards=emuze.CARDS)
+    gc.collect()  # what other tests hold may only become less
     loaded.count_from_now()
     yield loaded
     loaded.reset()
-    held = [holdings(loaded, card) for card in (CARD, OTHER)]
-    loaded._before.clear()
-    assert not any(value for card in held for value in card.values()), held
+    held = {card: holdings(loaded, card) for card in (CARD, OTHER)}
+    loaded.count_from_the_start()
+    assert not any(count > 0 for card in held.values() for count in card.values()), held
 
 
 @pytest.fixture

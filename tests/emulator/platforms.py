@@ -6,7 +6,7 @@ import functools
 import os
 from typing import ClassVar
 
-from emulator import emucuda
+from emulator import emucuda, emuhip, emuze
 from hal.capabilities import capabilities_from
 from hal.cpu.platform import CpuPlatform
 from hal.native import Device
@@ -22,6 +22,12 @@ def emulated_cuda() -> emucuda.EmulatedCuda:
     return emucuda.EmulatedCuda(emucuda.build())
 
 
+@functools.cache
+def emulated_hip() -> emuhip.EmulatedHip:
+    """The emulated libamdhip64 over the emulated libcuda."""
+    return emuhip.EmulatedHip(emuhip.build(), emulated_cuda().path)
+
+
 class EmulatedCudaPlatform(CpuPlatform):
     """The CUDA driver over the emulated libcuda; pools and nesting order are those of the host.
 
@@ -30,6 +36,8 @@ class EmulatedCudaPlatform(CpuPlatform):
     """
 
     name: ClassVar[str] = "cuda"
+    options: ClassVar[str] = ""
+    """Of the driver, as it takes them."""
 
     def __init__(
         self,
@@ -43,13 +51,74 @@ class EmulatedCudaPlatform(CpuPlatform):
 
     def _open(self, index: int) -> Device:
         emulator = emulated_cuda()
-        os.environ["HAL_LIBCUDA"] = str(emulator.path)
         emulator.reset()
-        device = Device("cuda", index, "")
         emulator.set_capacity(emulator.stats(index).used_bytes + self._capacity, index)
         emulator.set_poison(self._dirty)
-        return device
+        self._prepare()
+        return Device(self.name, index, self.options)
+
+    def _prepare(self) -> None:
+        """Let the driver find its emulated library."""
+        os.environ["HAL_LIBCUDA"] = str(emulated_cuda().path)
 
     def _capabilities(self, index: int) -> Capabilities:
         no_graphs = Flag(False, "the emulator records no graphs")
         return capabilities_from(self, index, probe_nesting(self, index), "probed", no_graphs)
+
+
+class EmulatedRocmPlatform(EmulatedCudaPlatform):
+    """The ROCm driver over the emulated HIP runtime, with the quirks of some of its releases."""
+
+    name: ClassVar[str] = "rocm"
+    options: ClassVar[str] = "chunk=4194304"
+
+    def __init__(
+        self,
+        nesting: PoolNesting = PoolNesting.LIFO,
+        *,
+        quirks: tuple[str, ...] = (),
+        capacity: int = CAPACITY,
+        dirty: int = 0xA5,
+    ) -> None:
+        super().__init__(nesting, capacity=capacity, dirty=dirty)
+        self._quirks = quirks
+
+    def _prepare(self) -> None:
+        runtime = emulated_hip()
+        os.environ["HAL_LIBAMDHIP64"] = str(runtime.path)
+        runtime.reset()
+        runtime.set_quirks(*self._quirks)
+
+
+@functools.cache
+def emulated_xpu() -> emuze.EmulatedXpu:
+    """The emulated Intel driver behind the real loader, built and loaded once a process."""
+    return emuze.EmulatedXpu(emuze.build())
+
+
+class EmulatedXpuPlatform(CpuPlatform):
+    """The Level Zero driver over an emulated Intel GPU; pools are those of the host, in the order
+    that torch's XPU allocator has.
+
+    `claims` and `tag_from_scope` reproduce hazards, as in `CpuPlatform`.
+    """
+
+    name: ClassVar[str] = "xpu"
+
+    def __init__(
+        self,
+        nesting: PoolNesting = PoolNesting.FIFO,
+        *,
+        claims: PoolNesting | None = None,
+        tag_from_scope: bool = False,
+        capacity: int = CAPACITY,
+        dirty: int = 0xA5,
+    ) -> None:
+        super().__init__(nesting, claims=claims, tag_from_scope=tag_from_scope)
+        self._capacity, self._dirty = capacity, dirty
+
+    def _open(self, index: int) -> Device:
+        emulator = emulated_xpu()
+        emulator.reset()
+        emulator.set(total=emulator.used_bytes() + self._capacity, poison=self._dirty)
+        return Device(self.name, index, "")

@@ -1,0 +1,1 @@
+"""Intel GPUs: Level Zero, SYCL's context and torch's XPU pools."""
