@@ -30,15 +30,15 @@ LIVE_UNLESS = "inactive"
 class TorchMemory:
     """A vendor's names for torch's memory pools.
 
-    `make_pool(allocate, free)` returns a MemPool over two function addresses; `use(pool, index)`
-    directs this thread's allocations to it; `snapshot()` lists every segment as torch's memory
-    snapshots do; `empty_cache()` gives the caches of dropped pools back; `enter()` and
-    `leave(token)` surround the outermost scope of the process; `warm_up(index)` makes the
+    `make_pool(allocate, free, index)` returns a device's MemPool over two function addresses;
+    `use(pool, index)` directs this thread's allocations to it; `snapshot()` lists every segment as
+    torch's memory snapshots do; `empty_cache()` gives the caches of dropped pools back; `enter()`
+    and `leave(token)` surround the outermost scope of the process; `warm_up(index)` makes the
     libraries' own scratch before a scope could catch it; `is_capturing()` tells whether this thread
     captures a graph.
     """
 
-    make_pool: Callable[[int, int], Any]
+    make_pool: Callable[[int, int, int], Any]
     use: Callable[[Any, int], AbstractContextManager[Any]]
     snapshot: Callable[[], Sequence[Mapping[str, Any]]]
     empty_cache: Callable[[], None]
@@ -112,7 +112,8 @@ class TorchPool(Pool):
         return self._holder[0]
 
     def _make(self) -> Any:
-        return self._memory.make_pool(self._entries.allocate, self._entries.free)
+        entries = self._entries
+        return self._memory.make_pool(entries.allocate, entries.free, self.device.index)
 
     @contextmanager
     def _capture(self) -> Iterator[tuple[int, int]]:

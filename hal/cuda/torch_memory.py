@@ -31,8 +31,11 @@ def torch_memory() -> TorchMemory:
     )
 
 
-def _make_pool(allocate: int, free: int) -> torch.cuda.MemPool:
-    return torch.cuda.MemPool(_allocator(allocate, free))
+def _make_pool(allocate: int, free: int, index: int) -> torch.cuda.MemPool:
+    # A MemPool belongs to the current device; on another one torch would silently use its own
+    # allocator.
+    with torch.cuda.device(index):
+        return torch.cuda.MemPool(_allocator(allocate, free))
 
 
 @functools.cache

@@ -68,7 +68,7 @@ class XpuPlatform(Platform):
     def torch_usage(self, device: int = 0) -> TorchUsage:
         from hal.torch_pool import usage_outside
 
-        return usage_outside(_torch(device), self.device(device))
+        return usage_outside(_torch(), self.device(device))
 
     def create_pool(self, tag: str, device: int = 0) -> XpuPool:
         opened = self.device(device)
@@ -81,7 +81,7 @@ class XpuPlatform(Platform):
     def _new_pool(self, device: Device, tag: str, *, guarded: bool) -> XpuPool:
         from hal.xpu.torch_memory import XpuPool
 
-        return XpuPool(device, tag, _torch(device.index), _scopes(), guarded=guarded)
+        return XpuPool(device, tag, _torch(), _scopes(), guarded=guarded)
 
     def _needs_guard(self, index: int) -> bool:
         from hal.xpu.torch_memory import stores_null
@@ -124,10 +124,10 @@ class XpuPlatform(Platform):
 
 
 @functools.cache
-def _torch(index: int) -> TorchMemory:
+def _torch() -> TorchMemory:
     from hal.xpu.torch_memory import torch_memory
 
-    return torch_memory(index)
+    return torch_memory()
 
 
 @functools.cache
@@ -135,4 +135,4 @@ def _scopes() -> ProcessScopes:
     """One count of scopes a process: torch's settings are the process's."""
     from hal.torch_pool import ProcessScopes
 
-    return ProcessScopes(_torch(0))
+    return ProcessScopes(_torch())

@@ -26,10 +26,10 @@ _BEYOND_ANY_DEVICE = 1 << 59
 """Bytes that no device has, and no allocator takes for a mistake of its caller."""
 
 
-def torch_memory(index: int) -> TorchMemory:
-    """XPU's entries of the table; a MemPool belongs to the device it is made on."""
+def torch_memory() -> TorchMemory:
+    """XPU's entries of the table."""
     return TorchMemory(
-        make_pool=functools.partial(_make_pool, index),
+        make_pool=_make_pool,
         use=torch.xpu.use_mem_pool,
         snapshot=_snapshot,
         empty_cache=torch.xpu.empty_cache,
@@ -51,7 +51,7 @@ def device_uuid(index: int) -> str:
     return bytes(torch.xpu.get_device_properties(index).uuid.bytes).hex()
 
 
-def _make_pool(index: int, allocate: int, free: int) -> Any:
+def _make_pool(allocate: int, free: int, index: int) -> Any:
     with torch.xpu.device(index):
         return torch.xpu.MemPool(_allocator(allocate, free))
 
