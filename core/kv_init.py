@@ -11,9 +11,8 @@ scope is left while the inner one is open (`flatten`, where a probe has shown th
 
 from __future__ import annotations
 
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,7 +22,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hal.core.appearances import caller
 from hal.core.contents import Tensors, named_tensors
+from hal.core.kv_profiling import undone
 from hal.core.tags import KV_CACHE, RUNTIME
 from hal.errors import InvalidArgument, StateError, Unsupported
 from hal.platform import Capabilities, PoolNesting
@@ -98,6 +99,22 @@ class KVInitScope:
             if self.strategy == "flatten":
                 self._open_runtime()
 
+    @contextmanager
+    def profiling(self, *holders: object) -> Iterator[Self]:
+        """Build KV state outside every pool, for a memory-profiling pass, and undo it at the end.
+
+        `holders` are the engine's objects that the pass hangs its state on: they get back their
+        attributes, and their lists, dicts and sets what these held. A tensor that something else
+        still holds would meet the real initialisation: a warning, or with `strict` a `StateError`.
+        """
+        self._runtime.close()
+        try:
+            with undone(holders) as left_over:
+                yield self
+        finally:
+            self._open_runtime()
+        self._tell(left_over, "tensor(s) of the profiling pass are held beyond it; drop them")
+
     def declare(self, payload: T) -> T:
         """Say that tensors are KV payload, whose contents a sleep may give up; returns them."""
         self._payload |= {storage_address(t) for t in named_tensors(payload).values()}
@@ -110,16 +127,19 @@ class KVInitScope:
             if address not in self._before and address not in self._payload
         }
         self.findings = tuple(self._finding(*block) for block in sorted(undeclared.items()))
-        if not self.findings:
-            return
-        text = (
-            f"{len(self.findings)} allocation(s) in 'kv_cache' were not declared as KV payload and "
-            f"lose their contents with it: {'; '.join(map(str, self.findings))}; allocate them "
-            "outside cache(), or declare() them"
+        self._tell(
+            self.findings,
+            "allocation(s) in 'kv_cache' were not declared as KV payload and lose their contents "
+            "with it; allocate them outside cache(), or declare() them",
         )
+
+    def _tell(self, findings: Sequence[object], what: str) -> None:
+        if not findings:
+            return
+        text = f"{len(findings)} {what}: {'; '.join(map(str, findings))}"
         if self._strict:
             raise StateError(text)
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=4)
 
     def _live(self) -> dict[int, int]:
         return dict(self._manager.live_blocks(KV_CACHE))
@@ -178,12 +198,4 @@ class _Watch(TorchDispatchMode):
         address = storage_address(tensor)
         if address and address not in self._made:
             size = tensor.untyped_storage().nbytes()
-            self._made[address] = _Made(size, tuple(tensor.shape), _caller())
-
-
-def _caller() -> str:
-    """The innermost frame that is neither torch's nor this library's."""
-    for frame in reversed(traceback.extract_stack(limit=40)):
-        if "/torch/" not in frame.filename and frame.filename != __file__:
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return "an unknown place"
+            self._made[address] = _Made(size, tuple(tensor.shape), caller())

@@ -1,0 +1,1 @@
+"""Kernels that take their scratch from the workspace, each with a plain-torch reference."""

@@ -1,0 +1,235 @@
+"""Top-k and top-p of logits, exact, and seeded sampling from what they leave.
+
+Top-k comes first; top-p works on what remains. The order of a row is by logit, the largest first,
+and by index among equals, the lowest first: exactly k stay, then the shortest prefix of these whose
+probability reaches p, and never less than one. k outside 1 to V - 1 and p from 1 on remove nothing,
+and leave a row as it is. A NaN counts as -inf.
+
+Probabilities are fixed-point integers: 2^40 * exp(x - max), rounded down. Sums of integers do not
+depend on their order, so a row's result depends on no other row, on no batch size, and on no tiling
+of a kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from hal.core.kernels.scratch import KernelScratch
+from hal.core.workspace import TensorSpec, WorkspaceManager
+from hal.errors import InvalidArgument
+
+ONE = 1 << 40
+"""The weight of a row's largest logit."""
+UNIT = 1 << 31
+"""Probabilities and draws are multiples of 1 / 2^31."""
+HOST_ROWS = 16
+"""Rows that the plain-torch reference sorts at a time."""
+_scratch = KernelScratch("topk_topp")
+
+# splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014),
+# its constants as signed 64-bit numbers.
+_GAMMA, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+def apply_top_k_top_p(
+    logits: Tensor,
+    k: Tensor | None,
+    p: Tensor | None,
+    *,
+    workspace: WorkspaceManager | None = None,
+) -> Tensor:
+    """Mask what top-k and top-p remove with -inf, in place, and return the logits.
+
+    logits: float32 [B, V] of any strides; k: int32 or int64 [B]; p: float32 [B]; None: no limit.
+    Scratch is what `reserve_topk_topp` reserved on the device, or `workspace`'s; without either, or
+    for a larger batch, a buffer of the kernel's own.
+    """
+    _check(logits, k, p)
+    if logits.numel() and (k is not None or p is not None):
+        scratch = _take(logits, workspace)
+        if (kernel := _kernel(logits.device)) is not None:
+            kernel.launch(logits, k, p, None, None, scratch)
+        else:
+            for part in _parts(logits):
+                _mask_reference(logits[part], _of(k, part), _of(p, part), scratch)
+    return logits
+
+
+def sample_top_k_top_p(
+    logits: Tensor,
+    k: Tensor | None,
+    p: Tensor | None,
+    draws: Tensor,
+    *,
+    workspace: WorkspaceManager | None = None,
+) -> Tensor:
+    """A token a row, int64 [B], drawn from what top-k and top-p leave; the logits stay as they are.
+
+    draws: int64 [B] in [0, 2^31), as `draw_bits` makes them: the token is the first by index up to
+    which the kept probability exceeds draw / 2^31 of all that is kept. Arguments and scratch as for
+    `apply_top_k_top_p`. A row of nothing but -inf gives 0.
+    """
+    _check(logits, k, p)
+    if draws.shape != logits.shape[:1] or draws.dtype != torch.int64:
+        raise InvalidArgument(
+            f"draws are {draws.dtype} {list(draws.shape)}; give int64 [{len(logits)}], one a row"
+        )
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    if logits.numel():
+        scratch = _take(logits, workspace)
+        if (kernel := _kernel(logits.device)) is not None:
+            kernel.launch(logits, k, p, draws, tokens, scratch)
+        else:
+            for part in _parts(logits):
+                found = _draw_reference(
+                    logits[part], _of(k, part), _of(p, part), draws[part], scratch
+                )
+                tokens[part] = found
+    return tokens
+
+
+def draw_bits(seeds: Tensor, steps: Tensor) -> Tensor:
+    """int64 in [0, 2^31) from int64 seeds and steps: splitmix64's output, its 31 highest bits."""
+    state = seeds + (steps + 1) * _GAMMA
+    state = (state ^ _shift(state, 30)) * _MIX_1
+    state = (state ^ _shift(state, 27)) * _MIX_2
+    return _shift(state ^ _shift(state, 31), 33)
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """A logical right shift; torch's own extends the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def topk_topp_specs(rows: int, vocabulary: int, device: torch.device) -> tuple[TensorSpec, ...]:
+    """The scratch of a call: min(multiprocessors, rows) * V float32."""
+    kernel = _kernel(device)
+    most = kernel.multiprocessors(device) if kernel is not None else HOST_ROWS
+    return (TensorSpec((min(most, rows), vocabulary), torch.float32),)
+
+
+def reserve_topk_topp(
+    workspace: WorkspaceManager,
+    *,
+    vocabulary: int,
+    max_num_seqs: int,
+    num_speculative_tokens: int = 0,
+) -> int:
+    """Reserve the scratch of the largest batch, before capture and `lock()`; returns its bytes.
+
+    From then on calls on the workspace's device use it.
+    """
+    rows = max_num_seqs * (num_speculative_tokens + 1)
+    return _scratch.reserve(workspace, *topk_topp_specs(rows, vocabulary, workspace.device))
+
+
+def cached_scratch_bytes(device: torch.device) -> int:
+    """Bytes of the kernel's own buffer on a device: what no reservation covered."""
+    return _scratch.cached_bytes(device)
+
+
+def _check(logits: Tensor, k: Tensor | None, p: Tensor | None) -> None:
+    if logits.dim() != 2 or logits.dtype != torch.float32:
+        raise InvalidArgument(
+            f"logits are {logits.dtype} {list(logits.shape)}; give float32 [rows, vocabulary]"
+        )
+    for name, values, kinds in (
+        ("k", k, (torch.int32, torch.int64)),
+        ("p", p, (torch.float32,)),
+    ):
+        if values is not None and (values.shape != logits.shape[:1] or values.dtype not in kinds):
+            raise InvalidArgument(
+                f"{name} is {values.dtype} {list(values.shape)}; give {kinds[0]} [{len(logits)}], "
+                "one a row"
+            )
+
+
+def _take(logits: Tensor, workspace: WorkspaceManager | None) -> Tensor:
+    rows, vocabulary = logits.shape
+    specs = topk_topp_specs(rows, vocabulary, logits.device)
+    [scratch] = _scratch.take(logits.device, *specs, workspace=workspace, inputs=(logits,))
+    return scratch
+
+
+def _kernel(device: torch.device) -> ModuleType | None:
+    """The Triton kernel for a device; None where plain torch serves."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    return _triton_module()
+
+
+@functools.cache
+def _triton_module() -> ModuleType | None:
+    if find_spec("triton") is None:
+        return None
+    from hal.core.kernels import topk_topp_launch
+
+    return topk_topp_launch
+
+
+# -- the reference
+
+
+def _parts(logits: Tensor) -> list[slice]:
+    return [slice(start, start + HOST_ROWS) for start in range(0, len(logits), HOST_ROWS)]
+
+
+def _of(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
+
+
+def _mask_reference(logits: Tensor, k: Tensor | None, p: Tensor | None, scratch: Tensor) -> None:
+    order, weights = _sorted_weights(logits, scratch)
+    kept = _kept(weights, k, p)
+    removed = torch.empty_like(kept).scatter_(1, order, ~kept)
+    limited = removed.any(1, keepdim=True)
+    logits.masked_fill_(removed | (limited & logits.isnan()), -torch.inf)
+
+
+def _draw_reference(
+    logits: Tensor, k: Tensor | None, p: Tensor | None, draws: Tensor, scratch: Tensor
+) -> Tensor:
+    order, weights = _sorted_weights(logits, scratch)
+    weights = weights.where(_kept(weights, k, p), 0)
+    running = torch.empty_like(weights).scatter_(1, order, weights).cumsum(1)
+    drawn = _share(running[:, -1], draws).unsqueeze(1)
+    return (running <= drawn).sum(1).where(running[:, -1] > 0, 0)
+
+
+def _sorted_weights(logits: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices of each row in its order, and the fixed-point weights in that order."""
+    x = scratch[: len(logits)].copy_(logits)
+    limits = torch.finfo(torch.float32)
+    x.nan_to_num_(nan=-torch.inf, posinf=limits.max, neginf=-torch.inf)
+    values, order = x.sort(dim=1, descending=True, stable=True)
+    top = values[:, :1].clamp_min(limits.min)
+    return order, torch.exp2((values - top) * (1 / math.log(2))).mul_(ONE).to(torch.int64)
+
+
+def _kept(weights: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+    """Which places of rows in order pass: a prefix of each."""
+    vocabulary = weights.shape[1]
+    place = torch.arange(vocabulary, device=weights.device)
+    kept = torch.ones_like(weights, dtype=torch.bool)
+    if k is not None:
+        limit = k.where((k > 0) & (k < vocabulary), vocabulary).unsqueeze(1)
+        kept &= place < limit
+    if p is not None:
+        running = weights.where(kept, 0).cumsum(1)
+        parts = (p.clamp(0, 1) * UNIT).to(torch.int64)
+        target = _share(running[:, -1], parts).clamp_min_(1).unsqueeze(1)
+        before = running - weights.where(kept, 0)
+        kept &= (before < target) | (parts >= UNIT).unsqueeze(1)
+    return kept
+
+
+def _share(total: Tensor, parts: Tensor) -> Tensor:
+    """total * parts / 2^31, rounded down, for total < 2^62 and parts <= 2^31."""
+    return (total >> 31) * parts + (((total & (UNIT - 1)) * parts) >> 31)
