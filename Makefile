@@ -15,7 +15,7 @@ CPP_FILES := $(wildcard hal/native/*.cpp hal/native/*.h hal/*/*.cpp hal/*/*.h te
 SOURCE_VIEW := build/source-view
 
 .DEFAULT_GOAL := help
-.PHONY: help verify test pytest lint typecheck format sanitize bench clean
+.PHONY: help verify test pytest unit contract integrations lint typecheck format sanitize bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s: -l2
@@ -23,10 +23,20 @@ help:  ## list the targets
 verify: $(STAMPS)/package  ## the main job: sleep and wake a reference engine, compared bit for bit
 	$(BIN)/hal verify $(ARGS)
 
-test: lint typecheck pytest  ## every check: style, types, and all tests
+test: lint typecheck unit contract integrations  ## every check: style, types, and all tests
 
 pytest: $(STAMPS)/tools $(STAMPS)/package  ## the tests alone; ARGS="-k wake" narrows them
 	$(BIN)/pytest $(ARGS)
+
+unit: $(STAMPS)/tools $(STAMPS)/package  ## the tests that need no device
+	$(BIN)/pytest tests/unit
+
+# A file a process: its tests share an emulated device. One thread each, since there are two processes.
+contract: $(STAMPS)/tools $(STAMPS)/package  ## one suite over every platform, real and emulated, and the GPU tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/contract tests/gpu
+
+integrations: $(STAMPS)/tools $(STAMPS)/package  ## real models, processes and commands
+	$(BIN)/pytest tests/integrations
 
 lint: $(STAMPS)/tools  ## style of Python and C++
 	$(BIN)/ruff check .

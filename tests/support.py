@@ -180,6 +180,11 @@ def pattern(size: int, seed: int = 0) -> torch.Tensor:
     return (words ^ (words >> 29)).view(torch.uint8)[:size]
 
 
+def large() -> int:
+    """Bytes of a tensor that has a segment of its own in the default device's allocator."""
+    return (3 if torch.get_default_device().type == "cpu" else 12) * MIB
+
+
 def fill(sleeper: SleepManager, tag: str, seed: int, size: int = 3 * MIB) -> torch.Tensor:
     """A tensor with a pattern in the pool of a tag; the scratch to make it stays outside."""
     source = pattern(size, seed)

@@ -224,7 +224,7 @@ class FifoLives(Lives):
 
 
 _SETTINGS = settings(
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
