@@ -31,9 +31,11 @@ pytest: $(STAMPS)/tools $(STAMPS)/package  ## the tests alone; ARGS="-k wake" na
 unit: $(STAMPS)/tools $(STAMPS)/package  ## the tests that need no device
 	$(BIN)/pytest tests/unit
 
-# A file a process: its tests share an emulated device. One thread each, since there are two processes.
+# The drivers' own tests count what their emulated device holds, so nothing else may use it in their process. The rest
+# runs on two processes with one thread each.
 contract: $(STAMPS)/tools $(STAMPS)/package  ## one suite over every platform, real and emulated, and the GPU tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/contract tests/gpu
+	$(BIN)/pytest tests/contract/test_*_driver.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/contract tests/gpu --ignore-glob='*_driver.py'
 
 integrations: $(STAMPS)/tools $(STAMPS)/package  ## real models, processes and commands
 	$(BIN)/pytest tests/integrations
