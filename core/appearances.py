@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_OWN = str(Path(__file__).parent)
+_OWN = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def _storages(values: Any) -> dict[int, torch.Tensor]:
 
 
 def caller() -> str:
-    """The innermost frame that is neither torch's nor this library's."""
+    """The innermost frame that is neither torch's nor of a module beside this one."""
     for frame in reversed(traceback.extract_stack(limit=40)):
-        if "/torch/" not in frame.filename and not frame.filename.startswith(_OWN):
+        if "/torch/" not in frame.filename and Path(frame.filename).parent != _OWN:
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return "an unknown place"
