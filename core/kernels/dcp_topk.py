@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hal.core.kernels.gather import all_gather
 from hal.core.kernels.scratch import KernelScratch
 from hal.core.workspace import TensorSpec, WorkspaceManager
 from hal.errors import InvalidArgument
@@ -123,7 +124,7 @@ def _merge_chunk(
     own = by_rank[dist.get_rank(group) if group is not None else 0]
     _pack(scores, indices, own, spare)
     if group is not None:
-        dist.all_gather_into_tensor(by_rank.view(-1), own.view(-1), group=group)
+        all_gather(by_rank, own, group)
     candidates = by_row[: dcp * rows * width].view(rows, dcp, width)
     candidates.copy_(by_rank.transpose(0, 1))
     places = _room(spare, out.indices.numel()).view(out.indices.shape)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hal.core.kernels.gather import all_gather
 from hal.errors import InvalidArgument
 
 
@@ -52,7 +53,7 @@ def merge_attention_across(
     """
     own = _masked(lse, empty).contiguous()
     shards = own.new_empty(dist.get_world_size(group), *own.shape)
-    dist.all_gather_into_tensor(shards.view(-1), own.view(-1), group=group)
+    all_gather(shards, own, group)
     weights, total = _weights(shards, base, None)
     part = _weighted(output, weights[dist.get_rank(group)]).contiguous()
     dist.all_reduce(part, group=group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from triton.compiler.compiler import make_backend
 
 from hal.core.kernels.topk_topp_triton import COUNTER_WORDS, top_k_top_p_kernel
+from hal.core.workspace.checked import plain
 
 _WORDS_BEFORE_LISTS = int(COUNTER_WORDS.value)
 _REGISTERS = 1 << 16
@@ -73,6 +75,13 @@ def shape_of(rows: int, vocabulary: int, device: torch.device) -> Shape:
     return Shape(min(rows, 2 * slots), sharing=2, warps=8, tile=min(4096, widest))
 
 
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are launched on the current device."""
+    if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
+        return nullcontext()
+    return torch.accelerator.device_index(device.index)
+
+
 def launch(
     logits: Tensor,
     k: Tensor | None,
@@ -85,26 +94,27 @@ def launch(
     """Mask logits in place, or with `draws` write a token a row; `shape` overrides the choice."""
     rows, vocabulary = logits.shape
     shape = shape or shape_of(rows, vocabulary, logits.device)
-    words = scratch.view(torch.int32).view(-1)
+    words = plain(scratch).view(torch.int32).view(-1)
     step = words.numel() // shape.programs
-    top_k_top_p_kernel[(shape.programs,)](
-        logits,
-        logits.stride(0),
-        logits.stride(1),
-        k if k is not None else words,
-        p if p is not None else words,
-        draws if draws is not None else words,
-        tokens if tokens is not None else words,
-        words,
-        step,
-        rows,
-        vocabulary,
-        max(0, (step - _WORDS_BEFORE_LISTS) // 3),
-        HAS_K=k is not None,
-        HAS_P=p is not None,
-        DRAW=draws is not None,
-        SAMPLE=shape.sample,
-        TILE=shape.tile,
-        LIST_TILE=shape.list_tile,
-        **shape.options,
-    )
+    with _current(logits.device):
+        top_k_top_p_kernel[(shape.programs,)](
+            logits,
+            logits.stride(0),
+            logits.stride(1),
+            k if k is not None else words,
+            p if p is not None else words,
+            draws if draws is not None else words,
+            tokens if tokens is not None else words,
+            words,
+            step,
+            rows,
+            vocabulary,
+            max(0, (step - _WORDS_BEFORE_LISTS) // 3),
+            HAS_K=k is not None,
+            HAS_P=p is not None,
+            DRAW=draws is not None,
+            SAMPLE=shape.sample,
+            TILE=shape.tile,
+            LIST_TILE=shape.list_tile,
+            **shape.options,
+        )

@@ -67,6 +67,12 @@ class CheckedView(Tensor):
             return tree_map_only(Tensor, lambda out: _passed_on(out, leases), result)
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor itself, which asks no lease: for launchers that want no subclass."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - its documented name
+        return tensor.as_subclass(Tensor)
+
+
 def _passed_on(out: Tensor, leases: Mapping[int, Lease]) -> Tensor:
     """A result in the memory of a checked view is checked too; any other is a plain tensor."""
     lease = leases.get(storage_address(out)) if out.layout == torch.strided else None

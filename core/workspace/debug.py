@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hal.core.workspace.checked import CheckedView, Lease
+from hal.core.workspace.checked import CheckedView, Lease, plain
 from hal.core.workspace.report import SlotId
 from hal.core.workspace.slots import Slot
 from hal.errors import StateError
@@ -75,7 +75,7 @@ class Watch:
     def _check_inputs(self, slot: Slot, name: str, inputs: Sequence[Tensor]) -> None:
         taken = storage_address(slot.buffer) if slot.buffer is not None else None
         for index, tensor in enumerate(inputs):
-            if storage_address(tensor.as_subclass(Tensor)) == taken:
+            if storage_address(plain(tensor)) == taken:
                 self._report(
                     f"input {index} of {name} is itself a view of slot {slot.id}, which its "
                     "request overwrites"
