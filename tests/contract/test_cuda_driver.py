@@ -197,7 +197,7 @@ def test_streams_are_made_at_their_first_use(emu: EmulatedCuda, device: Device, 
         device.fill(address, 1, SIZE, stream=2)
 
 
-def test_default_chunk_is_64_mib_and_allocations_are_cut_into_chunks(
+def test_default_chunk_is_512_mib_and_allocations_are_cut_into_chunks(
     emu: EmulatedCuda, open_device: Callable[..., Device]
 ) -> None:
     assert open_device(options="").facts.chunk == 512 * MIB
