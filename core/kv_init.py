@@ -12,17 +12,13 @@ scope is left while the inner one is open (`flatten`, where a probe has shown th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from hal.core.appearances import caller
+from hal.core.appearances import Appearances
 from hal.core.contents import Tensors, named_tensors
 from hal.core.kv_profiling import undone
 from hal.core.tags import KV_CACHE, RUNTIME
@@ -65,7 +61,7 @@ class KVInitScope:
         self.findings: tuple[AuditFinding, ...] = ()
         self._payload: set[int] = set()
         self._before: set[int] = set()
-        self._made: dict[int, _Made] = {}
+        self._appeared = Appearances(locate=True)
         self._runtime = ExitStack()
 
     def __enter__(self) -> Self:
@@ -93,7 +89,7 @@ class KVInitScope:
         if self.strategy == "flatten":
             self._runtime.close()
         try:
-            with self._manager.pool(KV_CACHE), _Watch(self._made):
+            with self._manager.pool(KV_CACHE), self._appeared:
                 yield self
         finally:
             if self.strategy == "flatten":
@@ -145,7 +141,7 @@ class KVInitScope:
         return dict(self._manager.live_blocks(KV_CACHE))
 
     def _finding(self, address: int, size: int) -> AuditFinding:
-        if made := self._made.get(address):
+        if made := self._appeared.live.get(address):
             return AuditFinding(address, made.bytes, made.shape, made.where)
         return AuditFinding(address, size, None, "a library's own memory, unseen by the dispatcher")
 
@@ -165,37 +161,3 @@ def _strategy(
                 )
             return nesting
     raise InvalidArgument(f"nesting={nesting!r}: use 'auto', 'fallback' or 'flatten'")
-
-
-@dataclass(frozen=True)
-class _Made:
-    bytes: int
-    shape: tuple[int, ...]
-    where: str
-
-
-class _Watch(TorchDispatchMode):
-    """Notes where each storage that appears in a scope was made."""
-
-    def __init__(self, made: dict[int, _Made]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made = made
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                self._note(tensor)
-        return result
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        address = storage_address(tensor)
-        if address and address not in self._made:
-            size = tensor.untyped_storage().nbytes()
-            self._made[address] = _Made(size, tuple(tensor.shape), caller())

@@ -22,6 +22,9 @@ from hal.memory import TorchUsage
 from hal.native import Device
 from hal.pools import Pool, Ranges, Snapshot
 
+EXPANDABLE = "expandable_segments"
+"""The allocator setting with which torch bypasses a pool's own allocator, or refuses a pool."""
+
 LIVE_UNLESS = "inactive"
 """The one block state of torch's snapshots that holds nothing; any other may still be read."""
 
@@ -202,6 +205,12 @@ class TorchPool(Pool):
         self._process.drop(self._holder)
         self._process.destroy_dropped()
         self._memory.empty_cache()
+
+
+def without_expandable(settings: str) -> str:
+    """torch's allocator settings with expandable segments off: one item alone resets the others."""
+    kept = [part for part in settings.split(",") if part and not part.startswith(EXPANDABLE)]
+    return ",".join([*kept, f"{EXPANDABLE}:False"])
 
 
 def usage_outside(memory: TorchMemory, device: Device) -> TorchUsage:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from hal.torch_pool import TorchMemory
+from hal.torch_pool import EXPANDABLE, TorchMemory, without_expandable
 
 _SETTINGS = "ALLOC_CONF"
 """How torch's name for the whole setting ends, whatever the build."""
-_EXPANDABLE = "expandable_segments"
 
 
 def torch_memory() -> TorchMemory:
@@ -68,17 +67,11 @@ def _switch_expandable_off() -> str | None:
     if not torch.cuda.is_initialized():
         torch.cuda.init()
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
-    if not settings.get(_EXPANDABLE):
+    if not settings.get(EXPANDABLE):
         return None
     whole: str = next(text for name, text in settings.items() if name.endswith(_SETTINGS))
-    _apply(_without_expandable(whole))
+    _apply(without_expandable(whole))
     return whole
-
-
-def _without_expandable(whole: str) -> str:
-    """The same settings with expandable segments off: to apply one alone would reset the others."""
-    kept = [part for part in whole.split(",") if part and not part.startswith(_EXPANDABLE)]
-    return ",".join([*kept, f"{_EXPANDABLE}:False"])
 
 
 def _restore_settings(whole: str | None) -> None:

@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_leaves
 from hal.errors import HalError, OutOfDeviceMemory
 from hal.native import ALL_STREAMS, Arena, Device, Order, TransferReport
 from hal.pools import storage_address
-from hal.torch_pool import ProcessScopes, TorchMemory, TorchPool
+from hal.torch_pool import EXPANDABLE, ProcessScopes, TorchMemory, TorchPool, without_expandable
 
 NO_GRAPHS = "torch's XPU graphs replay SYCL commands, and no test has let their memory sleep"
 
 _SETTINGS = "PYTORCH_ALLOC_CONF"
-_EXPANDABLE = "expandable_segments"
 _ASSERTION = "INTERNAL ASSERT"
 """In the text of torch's errors about itself, such as a block without an address."""
 _BEYOND_ANY_DEVICE = 1 << 59
@@ -80,11 +79,10 @@ def _snapshot() -> Sequence[Mapping[str, Any]]:
 def _switch_expandable_off() -> str | None:
     """torch refuses a MemPool while segments are expandable; returns the setting to restore."""
     settings = torch.xpu.memory._snapshot().get("allocator_settings", {})
-    if not settings.get(_EXPANDABLE):
+    if not settings.get(EXPANDABLE):
         return None
     whole: str = settings[_SETTINGS]
-    kept = [part for part in whole.split(",") if part and not part.startswith(_EXPANDABLE)]
-    torch._C._accelerator_setAllocatorSettings(",".join([*kept, f"{_EXPANDABLE}:False"]))
+    torch._C._accelerator_setAllocatorSettings(without_expandable(whole))
     return whole
 
 
