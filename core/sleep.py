@@ -415,7 +415,7 @@ class SleepManager:
             return self._sleep_report([], dropped, now, level, len(ignored) or 1)
         self._transfer.check_room(sum(pool.host_bytes for pool in pools))
         if self._run_before_hooks():
-            pools = self._sleep_orders(actions)
+            pools = self._plan_again(actions)
         give_torch_cache_back(self.platform)
         with ThreadPoolExecutor(max_workers=1) as beside:  # while the device copies
             usage = beside.submit(self.platform.torch_usage, self.device_index)
@@ -460,6 +460,16 @@ class SleepManager:
         except HookError:
             self._undo_before_hooks()
             raise
+
+    def _plan_again(self, actions: Mapping[ManagedPool, Policy]) -> list[PoolOrders]:
+        """The orders after hooks, which may have made or freed what is to be backed up."""
+        pools = self._sleep_orders(actions)
+        try:
+            self._transfer.check_room(sum(pool.host_bytes for pool in pools))
+        except HalError:
+            self._undo_before_hooks()
+            raise
+        return pools
 
     def _undo_before_hooks(self) -> None:
         """Tell the engine that it stays awake, without hiding the error that made it so."""

@@ -315,6 +315,17 @@ def test_a_hook_may_not_call_back_into_the_transition(sleeper: SleepManager) -> 
     sleeper.wake_up()
 
 
+def test_what_a_before_hook_allocates_is_backed_up_too(sleeper: SleepManager) -> None:
+    hold(fill(sleeper, "kv_cache", 1))
+    made: list[torch.Tensor] = []
+    sleeper.before_sleep(lambda: made.append(fill(sleeper, "own", 2)), name="late state")
+    with sleeper.pool("own"):
+        pass
+    sleeper.sleep(level=1)
+    sleeper.wake_up()
+    assert torch.equal(made[0], pattern(3 * MIB, 2))
+
+
 def test_close_refuses_to_lose_sleeping_tensors(manager: Make) -> None:
     sleeper = manager()
     weights = fill(sleeper, "weights", 1)
