@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from hal.platform import Capabilities
 class BackupOptions:
     """How backups of offloaded tags are kept.
 
-    `budget` bounds them in bytes (None: what the cgroup leaves). `retain` keeps them over a wake.
+    `budget` bounds them in bytes (None: what the cgroup leaves). `retain` keeps those of all tags,
+    or of the tags named, over a wake: the next sleep copies what has changed only. They go when
+    host memory is short, and with `trim_host()`.
     `backing` is "anonymous", "pinned", "file:DIR", or None for the platform's default: pinned
     memory where it can be pinned, a file on a real disk where device and host memory are the same.
     `verify` checks a checksum of every piece on the way back (files always do). `require_pinned`
@@ -25,7 +28,7 @@ class BackupOptions:
     """
 
     budget: int | None = None
-    retain: bool = False
+    retain: bool | Collection[str] = False
     compress: str | None = None
     backing: str | None = None
     verify: bool = False
@@ -40,6 +43,12 @@ class BackupOptions:
             )
         if self.backing is not None:
             parse_backing(self.backing)
+
+    def retains(self, tag: str) -> bool:
+        """Whether backups of a tag outlive a wake."""
+        if isinstance(self.retain, bool):
+            return self.retain
+        return tag == self.retain if isinstance(self.retain, str) else tag in self.retain
 
 
 def parse_backing(text: str) -> tuple[Backing, Path | None]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from mmap import PAGESIZE
 
 from hal.core.contents import Contents, Range
 from hal.core.tags import SCRATCH, Policy
 from hal.native import Action, Order, Segment
 from hal.platform import Platform
-from hal.pools import Pool, Snapshot, find_segment
+from hal.pools import Pool, Ranges, Snapshot, find_segment
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,11 @@ class PoolOrders:
 
     @property
     def host_bytes(self) -> int:
-        return sum(_kept(order) for order in self.orders)
+        return sum(kept_bytes(order) for order in self.orders)
 
 
-def _kept(order: Order) -> int:
+def kept_bytes(order: Order) -> int:
+    """Bytes of a segment that its backup holds."""
     if order.action is Action.DISCARD:
         return 0
     return order.segment.size if order.live is None else sum(size for _, size in order.live)
@@ -128,10 +130,24 @@ def current_snapshot(pool: Pool, *, trim: bool) -> Snapshot:
 def _order(segment: Segment, snapshot: Snapshot, policy: Policy, contents: Contents) -> Order:
     live = snapshot.live.get(segment.address)
     if policy is Policy.OFFLOAD:
-        return Order(segment, Action.OFFLOAD, live)
+        return Order(segment, Action.OFFLOAD, live if live is None else _rounded(live))
     whole = ((0, segment.size),)
     kept = contents.preserved_in(segment.address, segment.size, whole if live is None else live)
-    return Order(segment, Action.OFFLOAD, kept) if kept else Order(segment, Action.DISCARD)
+    if not kept:
+        return Order(segment, Action.DISCARD)
+    return Order(segment, Action.OFFLOAD, _rounded(kept))
+
+
+def _rounded(ranges: Ranges) -> Ranges:
+    """Sorted ranges rounded out to the pages that backups are made of; those that meet are one."""
+    pages: list[Range] = []
+    for offset, size in ranges:
+        begin = offset // PAGESIZE * PAGESIZE
+        end = -(-(offset + size) // PAGESIZE) * PAGESIZE
+        if pages and begin <= sum(pages[-1]):
+            begin = pages.pop()[0]
+        pages.append((begin, end - begin))
+    return tuple(pages)
 
 
 def _blocks(snapshot: Snapshot) -> list[Range]:

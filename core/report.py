@@ -70,6 +70,8 @@ class TagReport:
     bytes: int
     copied: int
     filled: int
+    unchanged: int
+    """Of a sleep's backups: held from before, not copied."""
     seconds: float
 
     @property
@@ -107,6 +109,11 @@ class _Report:
     @property
     def copied_bytes(self) -> int:
         return sum(tag.copied for tag in self.tags)
+
+    @property
+    def unchanged_bytes(self) -> int:
+        """Bytes of backups that a sleep found as they were and did not copy."""
+        return sum(tag.unchanged for tag in self.tags)
 
     def tag(self, name: str) -> TagReport | None:
         """The entry of one tag, if it took part."""
@@ -157,7 +164,7 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Policy) else value
 
 
-NOTHING_MOVED = TransferReport((), 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, False, False)
+NOTHING_MOVED = TransferReport((), 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, False, False)
 
 
 def timings(report: TransferReport) -> dict[str, Any]:
@@ -183,7 +190,8 @@ def merge(reports: Sequence[TransferReport]) -> TransferReport:
         first.released + total.released,
         first.mapped + total.mapped,
         first.filled + total.filled,
-        max(first.host_bytes, total.host_bytes),
+        first.unchanged + total.unchanged,
+        first.host_bytes + total.host_bytes,
         first.synchronize_seconds + total.synchronize_seconds,
         first.host_seconds + total.host_seconds,
         first.copy_seconds + total.copy_seconds,
@@ -219,6 +227,7 @@ def _tag_report(tag: str, policy: Policy, results: list[OrderResult], seconds: f
         sum(result.released or result.mapped for result in results),
         sum(result.copied for result in results),
         sum(result.filled for result in results),
+        sum(result.unchanged for result in results),
         seconds,
     )
 

@@ -107,7 +107,7 @@ class SleepManager:
         self._pools = PoolSet(platform, self.device_index)
         self._contents = Contents()
         self._hooks = Hooks()
-        self._transfer = Transfer(self.device, self.capabilities, self.backup, debug=debug)
+        self._transfer = Transfer(platform, self.device_index, self.backup, debug=debug)
         self._sleeping: dict[str, Policy] = {}
         self._graph_bytes = 0
         self._wakes = 0
@@ -314,7 +314,8 @@ class SleepManager:
         with self._lock:
             pools = self._sleep_orders(self._resolve(level, policy), trim=False)
             needed = sum(pool.host_bytes for pool in pools)
-            available, why_not = self._transfer.room(needed)
+            asleep = sum(s.backup_bytes for s in self._pools.segments() if is_asleep(s.state))
+            available, why_not = self._transfer.room(orders_of(pools), asleep)
             plans = (TagPlan(p.tag, p.policy, len(p.orders), p.bytes, p.host_bytes) for p in pools)
             return SleepPlan(tuple(plans), needed, available, not why_not, why_not)
 
@@ -413,7 +414,7 @@ class SleepManager:
         if not pools:
             now = self.platform.torch_usage(self.device_index)
             return self._sleep_report([], dropped, now, level, len(ignored) or 1)
-        self._transfer.check_room(sum(pool.host_bytes for pool in pools))
+        self._transfer.make_room(orders_of(pools))
         if self._run_before_hooks():
             pools = self._plan_again(actions)
         give_torch_cache_back(self.platform)
@@ -465,7 +466,7 @@ class SleepManager:
         """The orders after hooks, which may have made or freed what is to be backed up."""
         pools = self._sleep_orders(actions)
         try:
-            self._transfer.check_room(sum(pool.host_bytes for pool in pools))
+            self._transfer.make_room(orders_of(pools))
         except HalError:
             self._undo_before_hooks()
             raise
@@ -480,7 +481,7 @@ class SleepManager:
 
     def _transfer_to_sleep(self, pools: Sequence[PoolOrders]) -> TransferReport:
         try:
-            report = self._transfer.to_sleep(orders_of(pools))
+            report = self._transfer.to_sleep(pools)
         except TransferFailed as failure:
             if failure.report.ended_asleep:
                 self._commit_sleep(pools)

@@ -6,20 +6,21 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from hal.core.backup import BackupOptions, open_arena
+from hal.core.pool_set import PoolOrders, kept_bytes
 from hal.core.report import merge
+from hal.core.retained import Retained
 from hal.errors import HostMemoryError
 from hal.native import (
     Action,
     Arena,
     ArenaStats,
-    Device,
     Order,
     Segment,
     SegmentState,
     TransferFailed,
     TransferReport,
 )
-from hal.platform import Capabilities
+from hal.platform import Platform
 
 POISON = 0xFF
 """What debug mode fills memory without contents with: NaN in every float type, -1 in integers."""
@@ -33,9 +34,12 @@ class Transfer:
     """
 
     def __init__(
-        self, device: Device, capabilities: Capabilities, options: BackupOptions, *, debug: bool
+        self, platform: Platform, index: int, options: BackupOptions, *, debug: bool
     ) -> None:
-        self._device, self._capabilities, self._options = device, capabilities, options
+        self._device = platform.device(index)
+        self._capabilities = platform.capabilities_of(index)
+        self._options = options
+        self._retained = Retained(platform, index) if options.retain else None
         self._fill = POISON if debug else None
         self._arena: Arena | None = None
         self._orders: dict[int, Order] = {}
@@ -52,21 +56,44 @@ class Transfer:
     def stats(self) -> ArenaStats:
         return self._arena.stats() if self._arena else _NOTHING
 
-    def check_room(self, needed: int) -> None:
-        """Raise `HostMemoryError` unless backups of `needed` bytes fit; changes nothing."""
-        if needed:
-            self.arena.check(needed)
+    def make_room(self, orders: Sequence[Order]) -> None:
+        """Raise `HostMemoryError` unless the backups of these orders fit.
 
-    def room(self, needed: int) -> tuple[int, str]:
-        """Host bytes that backups can have, up to `needed`, and why they do not suffice."""
+        Retained backups are given up where that makes them fit; nothing else is changed.
+        """
+        if not self._missing(orders):
+            return
         try:
-            self.check_room(needed)
+            self.arena.check(self._missing(orders))
+        except HostMemoryError:
+            if not self.stats().used:
+                raise
+            self.trim()
+            self.arena.check(self._missing(orders))
+
+    def room(self, orders: Sequence[Order], asleep: int) -> tuple[int, str]:
+        """Host bytes that backups can have, up to what the orders need, and why they do not
+        suffice; `asleep`: bytes of backups that cannot be given up.
+        """
+        needed = sum(kept_bytes(order) for order in orders)
+        spare = self.stats().used - asleep
+        missing = min(self._missing(orders), max(0, needed - spare))
+        try:
+            if missing:
+                self.arena.check(missing)
         except HostMemoryError as error:
             return error.available or 0, str(error)
         stats = self.stats()
         return max(needed, stats.held - stats.used), ""
 
+    def _missing(self, orders: Sequence[Order]) -> int:
+        if self._retained is None:
+            return sum(kept_bytes(order) for order in orders)
+        return sum(self._retained.new_bytes(order) for order in orders)
+
     def trim(self) -> int:
+        if self._retained:
+            self._retained.clear()
         return self._arena.trim() if self._arena else 0
 
     def close(self) -> None:
@@ -80,7 +107,7 @@ class Transfer:
 
         Pinned memory is not: it is kept for the next sleep.
         """
-        if not self._options.retain and not self.stats().pinned:
+        if self._retained is None and not self.stats().pinned:
             self.trim()
 
     def _tell_fallback(self) -> None:
@@ -94,18 +121,37 @@ class Transfer:
 
     # -- transitions
 
-    def to_sleep(self, orders: Sequence[Order]) -> TransferReport:
+    def to_sleep(self, pools: Sequence[PoolOrders]) -> TransferReport:
         """Carry the orders out; raises `TransferFailed`."""
+        orders = [
+            order._replace(retain=self._options.retains(pool.tag))
+            for pool in pools
+            for order in pool.orders
+        ]
         self._orders.update({order.segment.serial: order for order in orders})
-        report = self._device.sleep(self._arena, orders)
+        if self._retained is not None:
+            orders = self._retained.find_clean(orders)
+        report = self._carry_out(orders)
         self._tell_fallback()
+        return report
+
+    def _carry_out(self, orders: Sequence[Order]) -> TransferReport:
+        """Sleep, and note what the backups hold afterwards, however it ended."""
+        try:
+            report = self._device.sleep(self._arena, orders)
+        except TransferFailed as failure:
+            if self._retained is not None:
+                self._retained.slept(failure.report)
+            raise
+        if self._retained is not None:
+            self._retained.slept(report)
         return report
 
     def drop_backups(self, orders: Sequence[Order]) -> TransferReport:
         """Discard segments that sleep already."""
         self._orders.update({order.segment.serial: order for order in orders})
         dropping = [order._replace(action=Action.DROP_BACKUP) for order in orders]
-        return self._device.sleep(self._arena, dropping)
+        return self._carry_out(dropping)
 
     def to_wake(
         self, segments: Sequence[Segment], current: Callable[[], Mapping[int, Segment]]
@@ -113,13 +159,10 @@ class Transfer:
         """Map and restore segments; raises `TransferFailed`, and then all of them sleep again."""
         done: list[TransferReport] = []
         woken: list[Segment] = []
+        retain = {serial for serial, order in self._orders.items() if order.retain}
         for part in self._parts(segments):
             try:
-                done.append(
-                    self._device.wake(
-                        self._arena, part, fill=self._fill, retain=self._options.retain
-                    )
-                )
+                done.append(self._device.wake(self._arena, part, fill=self._fill, retain=retain))
             except TransferFailed:
                 self.sleep_again(woken, current)
                 raise
@@ -153,7 +196,7 @@ class Transfer:
             if s.serial in alive
         ]
         try:
-            self._device.sleep(self._arena, orders)
+            self._carry_out(orders)
         except TransferFailed as failure:
             warnings.warn(
                 f"the failed wake could not be undone ({failure.error}); its memory stays mapped "

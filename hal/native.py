@@ -12,7 +12,7 @@ import enum
 import functools
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +32,7 @@ from hal.errors import (
     Unsupported,
 )
 
-API_VERSION = 1
+API_VERSION = 2
 ALL_STREAMS = 0xFFFFFFFF
 _UNKNOWN_BYTES = 2**64 - 1
 
@@ -153,13 +153,22 @@ class _Order(c.Structure):
         ("first_range", c.c_uint32),
         ("range_count", c.c_uint32),
         ("nothing_live", c.c_int32),
+        ("first_clean", c.c_uint32),
+        ("clean_count", c.c_uint32),
+        ("retain", c.c_int32),
+        ("reserved", c.c_int32),
         ("copied_bytes", c.c_uint64),
         ("released_bytes", c.c_uint64),
         ("mapped_bytes", c.c_uint64),
         ("filled_bytes", c.c_uint64),
+        ("unchanged_bytes", c.c_uint64),
         ("skipped", c.c_int32),
         ("state", c.c_int32),
     ]
+
+
+_ORDERED = "QQiIIiIIii"
+"""The fields of an order before its results."""
 
 
 class _Range(c.Structure):
@@ -172,6 +181,7 @@ class _Report(c.Structure):
         ("released_bytes", c.c_uint64),
         ("mapped_bytes", c.c_uint64),
         ("filled_bytes", c.c_uint64),
+        ("unchanged_bytes", c.c_uint64),
         ("host_bytes", c.c_uint64),
         ("synchronize_seconds", c.c_double),
         ("host_seconds", c.c_double),
@@ -244,13 +254,17 @@ class Segment(NamedTuple):  # there are thousands of them, and a tuple is made m
 
 
 class Order(NamedTuple):
-    """What a transition shall do to one segment. `live`: (offset, size) ranges to keep; None: all
-    of it.
+    """What a transition shall do to one segment.
+
+    `live`: (offset, size) ranges to keep; None: all of it. `clean`: ranges that a retained backup
+    holds as they are. `retain`: the backup outlives the wake.
     """
 
     segment: Segment
     action: Action = Action.OFFLOAD
     live: tuple[tuple[int, int], ...] | None = None
+    clean: tuple[tuple[int, int], ...] = ()
+    retain: bool = False
 
 
 class OrderResult(NamedTuple):
@@ -261,6 +275,7 @@ class OrderResult(NamedTuple):
     released: int
     mapped: int
     filled: int
+    unchanged: int
     skipped: bool
     state: SegmentState
 
@@ -274,6 +289,7 @@ class TransferReport:
     released: int
     mapped: int
     filled: int
+    unchanged: int
     host_bytes: int
     synchronize_seconds: float
     host_seconds: float
@@ -363,7 +379,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
         _SIZE,
         c.POINTER(_Report),
     ),
-    "hal_wake": (_POINTER, _POINTER, c.POINTER(_Order), _SIZE, _I32, _I32, c.POINTER(_Report)),
+    "hal_wake": (_POINTER, _POINTER, c.POINTER(_Order), _SIZE, _I32, c.POINTER(_Report)),
     "hal_fault_set": (_POINTER, c.c_char_p, _U64, _I32, c.c_int64),
     "hal_backup_flip_bit": (_POINTER, _U64, _U64),
 }
@@ -374,6 +390,7 @@ _OTHERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hal_segments": (_SIZE, (_POINTER, _U64, c.POINTER(_Segment), _SIZE)),
     "hal_arena_stats_of": (None, (_POINTER, c.POINTER(_ArenaStats))),
     "hal_arena_trim": (_U64, (_POINTER,)),
+    "hal_fingerprint": (None, (_POINTER, _SIZE, c.POINTER(_U64), _POINTER)),
     "hal_fault_clear": (None, (_POINTER,)),
     "hal_fault_hits": (_U64, (_POINTER, c.c_char_p)),
 }
@@ -473,6 +490,16 @@ def load_driver(path: str | os.PathLike[str]) -> None:
     `native/driver.h`).
     """
     _call("hal_load_driver", os.fsencode(path))
+
+
+def fingerprint_host_memory(
+    blocks: c.c_void_p, count: int, keys: Sequence[int], digests: c.c_void_p
+) -> None:
+    """Fingerprint `count` (address, size) pairs, two uint64 each, of memory that the host reads.
+
+    `keys`: the two of the rows and the two of the columns; `digests` gets two uint64 a block.
+    """
+    library().hal_fingerprint(blocks, count, (_U64 * 4)(*keys), digests)
 
 
 def host_memory() -> HostMemory:
@@ -744,14 +771,14 @@ class Device:
         segments: Iterable[Segment],
         *,
         fill: int | None = None,
-        retain: bool = False,
+        retain: Container[int] = (),
     ) -> TransferReport:
         """Map and restore segments as one transaction; raises `TransferFailed`.
 
         `fill` is the byte for memory without contents; None: zero where the platform does not
-        scrub.
+        scrub. Backups of the segments whose serials are in `retain` outlive the wake.
         """
-        orders = [Order(segment) for segment in segments]
+        orders = [Order(segment, retain=segment.serial in retain) for segment in segments]
         raw, _ = _raw_orders(orders)
         report, status = _Report(), Status()
         kind = library().hal_wake(
@@ -760,7 +787,6 @@ class Device:
             raw,
             len(orders),
             -1 if fill is None else fill,
-            retain,
             c.byref(report),
             c.byref(status),
         )
@@ -807,20 +833,23 @@ def _segment(  # the fields of `_Segment`, in its order
 
 
 def _raw_orders(orders: Sequence[Order]) -> tuple[Any, Any]:
-    live = [pair for order in orders for pair in order.live or ()]
-    ranges = (_Range * len(live)).from_buffer_copy(
-        b"".join(struct.pack("QQ", *pair) for pair in live)
-    )
-    rows, first, nothing = [], 0, bytes(c.sizeof(_Order) - struct.calcsize("QQiIIi"))
-    for segment, action, kept in orders:
-        count = len(kept or ())
-        whole = kept is None or count > 0
+    ranges: list[bytes] = []
+    rows, results = [], bytes(c.sizeof(_Order) - struct.calcsize(_ORDERED))
+
+    def listed(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+        first = len(ranges)
+        ranges.extend(struct.pack("QQ", *pair) for pair in pairs)
+        return first, len(ranges) - first
+
+    for segment, action, live, clean, retain in orders:
+        key = segment.address, segment.serial, action
+        kept, known = listed(live or ()), listed(clean)
         rows.append(
-            struct.pack("QQiIIi", segment.address, segment.serial, action, first, count, not whole)
+            struct.pack(_ORDERED, *key, *kept, live is not None and not live, *known, retain, 0)
+            + results
         )
-        first += count
-    raw = (_Order * len(orders)).from_buffer_copy(b"".join(row + nothing for row in rows))
-    return raw, ranges
+    raw = (_Order * len(orders)).from_buffer_copy(b"".join(rows))
+    return raw, (_Range * len(ranges)).from_buffer_copy(b"".join(ranges))
 
 
 def _finish(
@@ -828,9 +857,16 @@ def _finish(
 ) -> TransferReport:
     results = tuple(
         OrderResult(
-            order.segment, copied, released, mapped, filled, bool(skipped), SegmentState(state)
+            order.segment,
+            copied,
+            released,
+            mapped,
+            filled,
+            unchanged,
+            bool(skipped),
+            SegmentState(state),
         )
-        for (*_, copied, released, mapped, filled, skipped, state), order in zip(
+        for (*_, copied, released, mapped, filled, unchanged, skipped, state), order in zip(
             _rows(raw), orders, strict=True
         )
     )
@@ -840,6 +876,7 @@ def _finish(
         report.released_bytes,
         report.mapped_bytes,
         report.filled_bytes,
+        report.unchanged_bytes,
         report.host_bytes,
         report.synchronize_seconds,
         report.host_seconds,

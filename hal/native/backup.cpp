@@ -31,6 +31,27 @@ uint64_t Backup::bytes() const {
   return sum;
 }
 
+uint64_t Backup::stored_bytes() const {
+  return bytes();
+}
+
+void Backup::mark_clean(const std::vector<Range>& ranges) {
+  for (Piece& piece : pieces_) {
+    // The last range that begins at or before the piece is the only one that can hold it.
+    auto range = std::upper_bound(ranges.begin(), ranges.end(), piece.offset,
+                                  [](uint64_t offset, const Range& other) { return offset < other.offset; });
+    if (range != ranges.begin()) --range;
+    piece.clean = range != ranges.end() && range->offset <= piece.offset &&
+                  piece.offset + piece.size <= range->offset + range->size;
+  }
+}
+
+uint64_t Backup::clean_bytes() const {
+  uint64_t sum = 0;
+  for (const Piece& piece : pieces_) sum += piece.clean ? piece.size : 0;
+  return sum;
+}
+
 void Backup::drop() {
   if (arena_ == nullptr) return;
   for (const Piece& piece : pieces_) arena_->give_back(piece.position, piece.size);

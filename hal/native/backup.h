@@ -19,6 +19,7 @@ struct Piece {
   uint64_t size = 0;      // bytes
   uint64_t position = 0;  // in the arena: a host address, or an offset in its file
   uint32_t checksum = 0;  // CRC-32C of the contents, where the arena verifies
+  bool clean = false;     // in a sleep: what is in the arena is right already
 };
 
 // Gives its room back to the arena when it goes.
@@ -38,8 +39,12 @@ class Backup {
   Arena* arena() const { return arena_; }  // null: there is no backup
   const std::vector<Range>& ranges() const { return ranges_; }
   std::vector<Piece>& pieces() { return pieces_; }
-  uint64_t bytes() const;
+  uint64_t bytes() const;         // of the segment
+  uint64_t stored_bytes() const;  // of the arena
   void drop();
+  // Marks the pieces that lie in `ranges` (sorted, apart) as clean, and no others.
+  void mark_clean(const std::vector<Range>& ranges);
+  uint64_t clean_bytes() const;
 
  private:
   void swap(Backup& other) noexcept {

@@ -7,6 +7,7 @@
 #include "crc32c.h"
 #include "device.h"
 #include "entries.h"
+#include "fingerprint.h"
 #include "host_memory.h"
 #include "transfer.h"
 
@@ -324,15 +325,23 @@ int32_t hal_sleep(hal_device* device, hal_arena* arena, hal_segment_order* order
 }
 
 int32_t hal_wake(hal_device* device, hal_arena* arena, hal_segment_order* orders, size_t order_count, int32_t fill,
-                 int32_t retain, hal_transfer_report* report, hal_status* status) {
+                 hal_transfer_report* report, hal_status* status) {
   return on_device("wake", device, status, [&]() -> Status {
     if (arena != nullptr && arena->device != device) {
       return Status::invalid("wake", "the arena belongs to another device");
     }
     if (fill < -1 || fill > 255) return Status::invalid("wake", "fill is a byte or -1");
     hal_transfer_report unused;
-    const hal::WakeRequest request{orders, order_count, fill, retain != 0};
+    const hal::WakeRequest request{orders, order_count, fill};
     return hal::wake(*device, request, report == nullptr ? &unused : report);
+  });
+}
+
+void hal_fingerprint(const hal_range* blocks, size_t count, const uint64_t* keys, uint64_t* digests) {
+  hal::parallel_for(2 * count, hal::processors(16), [&](size_t i) {
+    const hal_range& block = blocks[i / 2];
+    const hal::FingerprintKey key{keys[i % 2], keys[2 + i % 2]};
+    digests[i] = hal::fingerprint(reinterpret_cast<const uint32_t*>(block.offset), block.size / 4, key);
   });
 }
 

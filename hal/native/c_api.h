@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define HAL_API __attribute__((visibility("default")))
-#define HAL_API_VERSION 1u
+#define HAL_API_VERSION 2u
 #define HAL_POOL_SLOTS 512
 
 typedef struct hal_status {
@@ -152,10 +152,15 @@ typedef struct hal_segment_order {
   uint32_t first_range, range_count; /* its live ranges in the request; 0 ranges of an OFFLOAD: the whole segment is
                                       * live, unless `nothing_live` */
   int32_t nothing_live;
+  uint32_t first_clean, clean_count; /* for sleep: its ranges in the request that a retained backup holds as they are now;
+                                      * they need no copy. Ignored where no such backup is there */
+  int32_t retain;                    /* for wake: the backup outlives it, for the next sleep */
+  int32_t reserved;
   /* results */
   uint64_t copied_bytes, released_bytes, mapped_bytes, filled_bytes;
-  int32_t skipped; /* 1: already in that state, or freed */
-  int32_t state;   /* hal_segment_state after the call; -1: freed */
+  uint64_t unchanged_bytes; /* of a backup: there already, not copied */
+  int32_t skipped;          /* 1: already in that state, or freed */
+  int32_t state;            /* hal_segment_state after the call; -1: freed */
 } hal_segment_order;
 
 typedef struct hal_range {
@@ -163,7 +168,8 @@ typedef struct hal_range {
 } hal_range;
 
 typedef struct hal_transfer_report {
-  uint64_t copied_bytes, released_bytes, mapped_bytes, filled_bytes, host_bytes;
+  uint64_t copied_bytes, released_bytes, mapped_bytes, filled_bytes, unchanged_bytes;
+  uint64_t host_bytes; /* that the backups of this transition take, or took */
   double synchronize_seconds, host_seconds, copy_seconds, total_seconds;
   int32_t ended_asleep; /* sleep only: it failed, could not map everything again, and ended asleep, backups whole */
   int32_t rolled_back;  /* 1: it failed and everything is as before */
@@ -174,9 +180,13 @@ HAL_API int32_t hal_sleep(hal_device* device, hal_arena* arena, hal_segment_orde
                           const hal_range* ranges, size_t range_count, hal_transfer_report* report, hal_status* status);
 /* Wake: create, map, copy or fill; a failure rolls back to asleep with the backups whole. `fill` is the byte that
  * memory without contents gets (discarded segments and dead ranges), or -1: zero, and only where the platform does not
- * scrub. Backups are given back to the arena unless `retain`. */
+ * scrub. Backups are given back to the arena but for those of orders that `retain` them. */
 HAL_API int32_t hal_wake(hal_device* device, hal_arena* arena, hal_segment_order* orders, size_t order_count,
-                         int32_t fill, int32_t retain, hal_transfer_report* report, hal_status* status);
+                         int32_t fill, hal_transfer_report* report, hal_status* status);
+/* The 128-bit fingerprints of blocks of memory that the host can read: two words a block, as hal.core.kernels.fingerprint
+ * defines them. Of a block, `offset` is its address and `size` its bytes, a multiple of 4; `keys` are the two keys of
+ * the rows and the two of the columns. */
+HAL_API void hal_fingerprint(const hal_range* blocks, size_t count, const uint64_t* keys, uint64_t* digests);
 
 /* ---- fault points, for tests --------------------------------------------------------------------------------- */
 /* The nth call from now (1 = next) of `call` fails with the vendor code `code`, `times` times in a row (-1: for ever).

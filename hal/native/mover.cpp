@@ -22,13 +22,21 @@ Status check(hal_address segment, const Piece& piece, const void* contents) {
   return crc32c(contents, piece.size) == piece.checksum ? Status() : corrupt(segment, piece);
 }
 
-// Calls body(segment, piece) for every piece of a batch on several threads and returns the first failure.
-template <typename Body>
-Status for_each_piece(const Batch& batch, Body body) {
+// The pieces of a batch that have to move; on the way to the device all of them.
+std::vector<std::pair<hal_address, Piece*>> moving(const Batch& batch, Direction direction) {
   std::vector<std::pair<hal_address, Piece*>> flat;
   for (const Job& job : batch) {
-    for (Piece& piece : *job.pieces) flat.emplace_back(job.segment, &piece);
+    for (Piece& piece : *job.pieces) {
+      if (direction == Direction::ToDevice || !piece.clean) flat.emplace_back(job.segment, &piece);
+    }
   }
+  return flat;
+}
+
+// Calls body(segment, piece) for every moving piece of a batch on several threads and returns the first failure.
+template <typename Body>
+Status for_each_piece(const Batch& batch, Direction direction, Body body) {
+  const auto flat = moving(batch, direction);
   std::mutex mutex;
   Status first;
   parallel_for(flat.size(), processors(8), [&](size_t i) {
@@ -47,12 +55,12 @@ class MemoryMover : public Mover {
   Status start(Batch batch, size_t lane) override {
     batches_[lane] = std::move(batch);
     if (direction_ == Direction::ToDevice && arena_.verifies()) {
-      HAL_TRY(for_each_piece(batches_[lane], [](hal_address segment, const Piece& piece) {
+      HAL_TRY(for_each_piece(batches_[lane], direction_, [](hal_address segment, const Piece& piece) {
         return check(segment, piece, Arena::host(piece.position));
       }));
     }
-    for (const Job& job : batches_[lane]) {
-      for (const Piece& piece : *job.pieces) HAL_TRY(copy(job.segment, piece, stream(lane)));
+    for (const auto& [segment, piece] : moving(batches_[lane], direction_)) {
+      HAL_TRY(copy(segment, *piece, stream(lane)));
     }
     return {};
   }
@@ -60,7 +68,7 @@ class MemoryMover : public Mover {
   Status finish(size_t lane) override {
     HAL_TRY(primitives_.synchronize(stream(lane)));
     if (direction_ == Direction::ToDevice || !arena_.verifies()) return {};
-    return for_each_piece(batches_[lane], [](hal_address, Piece& piece) {
+    return for_each_piece(batches_[lane], direction_, [](hal_address, Piece& piece) {
       piece.checksum = crc32c(Arena::host(piece.position), piece.size);
       return Status();
     });
@@ -135,13 +143,11 @@ class FileMover : public Mover {
         return Status::error(HAL_HOST_MEMORY, "staging", 0, "no host memory for a bounce buffer", arena_.piece_limit());
       }
     }
-    for (const Job& job : lanes_[lane].batch) {
-      for (Piece& piece : *job.pieces) {
-        const hal_address device = job.segment + piece.offset;
-        void* buffer = direct ? reinterpret_cast<void*>(device) : lanes_[lane].staging->get();
-        HAL_TRY(direction_ == Direction::ToBackup ? save(device, piece, buffer, direct, stream(lane))
-                                                  : load(job.segment, piece, buffer, direct, stream(lane)));
-      }
+    for (const auto& [segment, piece] : moving(lanes_[lane].batch, direction_)) {
+      const hal_address device = segment + piece->offset;
+      void* buffer = direct ? reinterpret_cast<void*>(device) : lanes_[lane].staging->get();
+      HAL_TRY(direction_ == Direction::ToBackup ? save(device, *piece, buffer, direct, stream(lane))
+                                                : load(segment, *piece, buffer, direct, stream(lane)));
     }
     return direction_ == Direction::ToBackup ? file_.flush() : Status();
   }

@@ -35,6 +35,7 @@ class Sleep {
  private:
   Status plan();
   Status plan_offload(Item& item);
+  Status ranges_of(const Item& item, uint32_t first, uint32_t count, std::vector<Range>* out) const;
   Status forward();
   Status reserve_host();
   Status copy_and_release();
@@ -62,9 +63,8 @@ class Sleep {
   bool discards_lost_ = false;  // contents of a discarded segment are gone: there is no way back
 };
 
-// Sorted, rounded out to what the arena copies, and without overlaps.
-std::vector<Range> normalize(std::vector<Range> ranges, uint64_t size) {
-  const uint64_t step = backup_alignment();
+// Sorted, rounded out to `step`, and without overlaps.
+std::vector<Range> normalize(std::vector<Range> ranges, uint64_t size, uint64_t step) {
   std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.offset < b.offset; });
   std::vector<Range> merged;
   for (const Range& range : ranges) {
@@ -101,20 +101,28 @@ Status Sleep::plan() {
 Status Sleep::plan_offload(Item& item) {
   const hal_segment_order& order = *item.order;
   const uint64_t size = item.segment->size;
-  if (uint64_t{order.first_range} + order.range_count > request_.range_count) {
-    return Status::invalid("sleep", "an order names live ranges that the request does not have");
-  }
-  std::vector<Range> ranges;
-  for (uint32_t i = 0; i < order.range_count; ++i) {
-    const hal_range& range = request_.ranges[order.first_range + i];
-    if (range.offset > size || range.size > size - range.offset) {
-      return Status::error(HAL_INVALID, "sleep", 0, "a live range ends beyond its segment", size, order.address);
-    }
-    ranges.push_back({range.offset, range.size});
-  }
-  if (order.range_count == 0 && order.nothing_live == 0) ranges.push_back({0, size});
-  item.live = normalize(std::move(ranges), size);
+  std::vector<Range> live, clean;
+  HAL_TRY(ranges_of(item, order.first_range, order.range_count, &live));
+  HAL_TRY(ranges_of(item, order.first_clean, order.clean_count, &clean));
+  if (order.range_count == 0 && order.nothing_live == 0) live.push_back({0, size});
+  item.live = normalize(std::move(live), size, backup_alignment());  // what the arena copies
+  item.clean = normalize(std::move(clean), size, 1);
   if (!item.live.empty() && request_.arena == nullptr) return Status::invalid("sleep", "offloading needs an arena");
+  return {};
+}
+
+Status Sleep::ranges_of(const Item& item, uint32_t first, uint32_t count, std::vector<Range>* out) const {
+  const uint64_t size = item.segment->size;
+  if (uint64_t{first} + count > request_.range_count) {
+    return Status::invalid("sleep", "an order names ranges that the request does not have");
+  }
+  for (uint32_t i = first; i < first + count; ++i) {
+    const hal_range& range = request_.ranges[i];
+    if (range.offset > size || range.size > size - range.offset) {
+      return Status::error(HAL_INVALID, "sleep", 0, "a range ends beyond its segment", size, item.order->address);
+    }
+    out->push_back({range.offset, range.size});
+  }
   return {};
 }
 
@@ -139,13 +147,16 @@ Status Sleep::forward() {
 }
 
 // Takes the room of every backup before anything else is changed. A backup that a wake has retained is written again
-// in place when the live ranges are still the same.
+// in place when the live ranges are still the same, but for what it has already.
 Status Sleep::reserve_host() {
   uint64_t bytes = 0;
   std::vector<Item*> fresh;
   for (Item* item : offloaded_) {
     Backup& backup = item->segment->backup;
-    if (backup.arena() == request_.arena && backup.ranges() == item->live) continue;
+    if (backup.arena() == request_.arena && backup.ranges() == item->live) {
+      backup.mark_clean(item->clean);
+      continue;
+    }
     backup.drop();
     fresh.push_back(item);
     for (const Range& range : item->live) bytes += range.size;
@@ -274,10 +285,13 @@ void Sleep::commit() {
     if (item->end != HAL_ASLEEP_BACKED) backup.drop();
     if (item->end == before) return;
     item->order->skipped = 0;
-    item->order->copied_bytes = backup.bytes();
+    item->order->unchanged_bytes = backup.clean_bytes();
+    item->order->copied_bytes = backup.bytes() - item->order->unchanged_bytes;
     item->order->released_bytes =
         before == HAL_MAPPED ? item->segment->size - physical_bytes(*item->segment) : uint64_t{0};
     report_.copied_bytes += item->order->copied_bytes;
+    report_.unchanged_bytes += item->order->unchanged_bytes;
+    report_.host_bytes += backup.stored_bytes();
     report_.released_bytes += item->order->released_bytes;
   };
   for (Item* item : offloaded_) settle(item, HAL_MAPPED);
@@ -285,7 +299,6 @@ void Sleep::commit() {
   for (Item* item : dropped_) {
     if (item->end == HAL_ASLEEP_DISCARDED) settle(item, HAL_ASLEEP_BACKED);
   }
-  report_.host_bytes = report_.copied_bytes;
   transition_.release();
 }
 

@@ -19,7 +19,6 @@ struct WakeRequest {
   hal_segment_order* orders;
   size_t order_count;
   int32_t fill;  // a byte, or -1: zero, and only where the platform does not scrub
-  bool retain;
 };
 
 Status sleep(hal_device& device, const SleepRequest& request, hal_transfer_report* report);

@@ -8,7 +8,7 @@ void Transition::acquire(hal_segment_order* orders, size_t count) {
   outcomes_.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     hal_segment_order& order = orders[i];
-    order.copied_bytes = order.released_bytes = order.mapped_bytes = order.filled_bytes = 0;
+    order.copied_bytes = order.released_bytes = order.mapped_bytes = order.filled_bytes = order.unchanged_bytes = 0;
     order.skipped = 1;  // until something is done for it
     order.state = -1;
     Segment* segment = device_.ledger.acquire(order.address, order.serial);

@@ -185,10 +185,10 @@ void Wake::commit() {
       report_.copied_bytes += item->order->copied_bytes;
       report_.mapped_bytes += segment.size;
       report_.filled_bytes += item->order->filled_bytes;
-      if (!request_.retain) segment.backup.drop();
+      report_.host_bytes += segment.backup.stored_bytes();
+      if (item->order->retain == 0) segment.backup.drop();
     }
   }
-  if (!request_.retain) report_.host_bytes = report_.copied_bytes;
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ int32_t sleep_one(Machine& m, hal_arena* arena, uint64_t address, hal_transfer_r
 
 int32_t wake_one(Machine& m, uint64_t address, hal_transfer_report* report) {
   hal_segment_order o = order(address, HAL_OFFLOAD);
-  return hal_wake(m.device, nullptr, &o, 1, -1, 0, report, &status);
+  return hal_wake(m.device, nullptr, &o, 1, -1, report, &status);
 }
 
 uint64_t resident_bytes() {
@@ -163,13 +163,13 @@ TEST(one_flipped_bit_is_detected_and_nothing_is_restored) {
     const hal_counters asleep = m.counters();
     const uint64_t bit = (6 * MiB + 77) * 8 + 3;
     OK(hal_backup_flip_bit(m.device, a, bit, &status));
-    CHECK_EQ(hal_wake(m.device, arena, orders, 2, -1, 0, &report, &status), HAL_CORRUPT_BACKUP);
+    CHECK_EQ(hal_wake(m.device, arena, orders, 2, -1, &report, &status), HAL_CORRUPT_BACKUP);
     CHECK_EQ(status.address, a);
     CHECK_EQ(report.rolled_back, 1);
     CHECK(same_books(asleep, m.counters()));
     CHECK_EQ(stats_of(arena).used_bytes, 10 * MiB);
     OK(hal_backup_flip_bit(m.device, a, bit, &status));
-    OK(hal_wake(m.device, arena, orders, 2, -1, 0, &report, &status));
+    OK(hal_wake(m.device, arena, orders, 2, -1, &report, &status));
     CHECK(has_pattern(a, 9 * MiB, 1));
     CHECK(has_pattern(b, MiB, 2));
     CHECK_EQ(hal_backup_flip_bit(m.device, a, bit, &status), HAL_INVALID);
@@ -281,7 +281,7 @@ TEST(files_of_devices_that_the_host_cannot_reach_go_through_bounce_buffers) {
   hal_transfer_report report;
   OK(hal_sleep(m.device, arena, orders, 2, nullptr, 0, &report, &status));
   CHECK_EQ(m.counters().handles, 0u);
-  OK(hal_wake(m.device, arena, orders, 2, -1, 0, &report, &status));
+  OK(hal_wake(m.device, arena, orders, 2, -1, &report, &status));
   CHECK(has_pattern(a, 10 * MiB, 1));
   CHECK(has_pattern(b, 64 * KiB, 2));
   CHECK_EQ(far::registrations(), 0u);

@@ -28,7 +28,7 @@ struct Engine {
   }
 
   int32_t sleep() { return hal_sleep(m.device, arena, orders.data(), orders.size(), kLive, 2, &report, &status); }
-  int32_t wake() { return hal_wake(m.device, arena, orders.data(), orders.size(), -1, 0, &report, &status); }
+  int32_t wake() { return hal_wake(m.device, arena, orders.data(), orders.size(), -1, &report, &status); }
 
   void check_kept() const {
     CHECK(has_pattern(kept, kKept, 1));
@@ -213,7 +213,7 @@ TEST(a_copy_that_fails_late_maps_again_and_restores_what_was_released) {
     CHECK_EQ(orders[0].state, fits ? HAL_MAPPED : HAL_ASLEEP_BACKED);
     CHECK_EQ(orders[4].state, HAL_MAPPED);  // it could not be copied, so it stays
     CHECK(has_pattern(orders[4].address, MiB, 4));
-    OK(hal_wake(m.device, arena, orders.data(), 5, -1, 0, &report, &status));
+    OK(hal_wake(m.device, arena, orders.data(), 5, -1, &report, &status));
     for (uint64_t i = 0; i < 5; ++i) CHECK(has_pattern(orders[i].address, MiB, i));
     CHECK(same_books(before, m.counters()));
     CHECK_EQ(stats_of(arena).used_bytes, 0u);
@@ -304,15 +304,15 @@ TEST(r13_a_wake_that_does_not_fit_says_what_is_needed_and_succeeds_later) {
   OK(hal_sleep(m.device, arena, &o, 1, nullptr, 0, &report, &status));
   const uint64_t hog = m.allocate(4 * MiB);
   const hal_counters asleep = m.counters();
-  CHECK_EQ(hal_wake(m.device, arena, &o, 1, -1, 0, &report, &status), HAL_OUT_OF_DEVICE_MEMORY);
+  CHECK_EQ(hal_wake(m.device, arena, &o, 1, -1, &report, &status), HAL_OUT_OF_DEVICE_MEMORY);
   CHECK_EQ(status.needed, 6 * MiB);
   CHECK_EQ(status.available, 4 * MiB);
   CHECK(same_books(asleep, m.counters()));
   OK(hal_fault_set(m.device, "memory_info", 1, EIO, -1, &status));  // r82: a failing query does not hide the shortage
-  CHECK_EQ(hal_wake(m.device, arena, &o, 1, -1, 0, &report, &status), HAL_OUT_OF_DEVICE_MEMORY);
+  CHECK_EQ(hal_wake(m.device, arena, &o, 1, -1, &report, &status), HAL_OUT_OF_DEVICE_MEMORY);
   CHECK_EQ(status.available, UINT64_MAX);
   OK(hal_free(m.device, hog, &status));
-  OK(hal_wake(m.device, arena, &o, 1, -1, 0, &report, &status));
+  OK(hal_wake(m.device, arena, &o, 1, -1, &report, &status));
   CHECK(has_pattern(address, 6 * MiB, 1));
 }
 

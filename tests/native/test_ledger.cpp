@@ -104,7 +104,7 @@ TEST(segments_may_outlive_their_pool_and_still_sleep) {
   OK(hal_pool_destroy(m.device, kv.id, &status));
   hal_segment_order o = order(address, HAL_OFFLOAD);
   OK(hal_sleep(m.device, arena, &o, 1, nullptr, 0, nullptr, &status));
-  OK(hal_wake(m.device, arena, &o, 1, -1, 0, nullptr, &status));
+  OK(hal_wake(m.device, arena, &o, 1, -1, nullptr, &status));
   CHECK(has_pattern(address, MiB, 1));
   kv.free(kept, MiB, 0, nullptr);
   CHECK_EQ(m.segments().size(), 0u);
@@ -141,7 +141,7 @@ TEST(transitions_are_refused_during_a_capture) {
   const int before = far::synchronizations;
   far::capturing = true;
   CHECK_EQ(hal_sleep(m.device, arena, &o, 1, nullptr, 0, nullptr, &status), HAL_BUSY);
-  CHECK_EQ(hal_wake(m.device, arena, &o, 1, -1, 0, nullptr, &status), HAL_BUSY);
+  CHECK_EQ(hal_wake(m.device, arena, &o, 1, -1, nullptr, &status), HAL_BUSY);
   far::capturing = false;
   CHECK_EQ(far::synchronizations.load(), before);
   OK(hal_sleep(m.device, arena, &o, 1, nullptr, 0, nullptr, &status));

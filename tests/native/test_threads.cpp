@@ -58,7 +58,7 @@ TEST(frees_and_allocations_go_on_during_transitions) {
     }
     hal_transfer_report report;
     OK(hal_sleep(m.device, arena, orders.data(), orders.size(), nullptr, 0, &report, &status));
-    OK(hal_wake(m.device, arena, orders.data(), orders.size(), -1, 0, &report, &status));
+    OK(hal_wake(m.device, arena, orders.data(), orders.size(), -1, &report, &status));
     for (const Block& block : kept) CHECK(has_pattern(block.address, kBlock, block.seed));
   }
   stop = true;
@@ -100,7 +100,7 @@ TEST(r17_transitions_of_one_device_take_turns) {
       hal_status mine;
       if (hal_sleep(m.device, arena, &o, 1, nullptr, 0, nullptr, &mine) != HAL_OK) std::abort();
       hal_arena_trim(arena);
-      if (hal_wake(m.device, arena, &o, 1, -1, 0, nullptr, &mine) != HAL_OK) std::abort();
+      if (hal_wake(m.device, arena, &o, 1, -1, nullptr, &mine) != HAL_OK) std::abort();
     }
   };
   std::thread first([&] { cycle(a); }), second([&] { cycle(b); });

@@ -15,8 +15,9 @@ void sleep_all(Machine& m, hal_arena* arena, std::vector<hal_segment_order>& ord
 
 void wake_all(Machine& m, hal_arena* arena, std::vector<hal_segment_order>& orders, int32_t fill = -1,
               int32_t retain = 0) {
+  for (hal_segment_order& order : orders) order.retain = retain;
   hal_transfer_report report;
-  OK(hal_wake(m.device, arena, orders.data(), orders.size(), fill, retain, &report, &status));
+  OK(hal_wake(m.device, arena, orders.data(), orders.size(), fill, &report, &status));
 }
 
 }  // namespace
@@ -81,7 +82,7 @@ TEST(only_live_ranges_are_copied_and_gaps_are_filled) {
     hal_transfer_report report;
     OK(hal_sleep(m.device, arena, orders.data(), 1, ranges, 4, &report, &status));
     CHECK_EQ(report.copied_bytes, 8192u + 12 * KiB);
-    OK(hal_wake(m.device, arena, orders.data(), 1, -1, 0, &report, &status));
+    OK(hal_wake(m.device, arena, orders.data(), 1, -1, &report, &status));
     CHECK_EQ(report.filled_bytes, MiB - report.copied_bytes);
     CHECK(has_pattern(address, 8192, 7));
     CHECK(has_pattern(address, 11 * KiB, 7, 600 * KiB));
@@ -128,6 +129,39 @@ TEST(retained_backups_are_written_again_in_place) {
     wake_all(m, arena, orders, -1, 1);
     CHECK_EQ(hal_arena_trim(arena), 5 * MiB);
     CHECK_EQ(stats_of(arena).held_bytes, 0u);
+  }
+}
+
+TEST(what_a_retained_backup_has_is_not_copied_again) {
+  for (const Case& c : kCases) {
+    Machine m;
+    hal_arena* arena = m.make_arena(c.backing, 0, c.verify);
+    constexpr uint64_t kSize = 16 * MiB, kHalf = kSize / 2;
+    const uint64_t address = m.allocate(kSize);
+    std::vector<hal_segment_order> orders = {order(address, HAL_OFFLOAD)};
+    hal_transfer_report report;
+    const hal_range clean{0, kHalf};
+    orders[0].clean_count = 1;
+    write_pattern(address, kSize, 1);
+    OK(hal_sleep(m.device, arena, orders.data(), 1, &clean, 1, &report, &status));
+    CHECK_EQ(report.unchanged_bytes, 0u);  // there is no backup yet: the claim is not believed
+    CHECK_EQ(report.copied_bytes, kSize);
+    wake_all(m, arena, orders, -1, 1);
+    CHECK(has_pattern(address, kSize, 1));
+    write_pattern(address, kSize, 2);  // all of it changes, and half is said to be clean
+    orders[0].clean_count = 1;
+    OK(hal_sleep(m.device, arena, orders.data(), 1, &clean, 1, &report, &status));
+    CHECK(report.unchanged_bytes > 0 && report.unchanged_bytes <= kHalf);
+    CHECK_EQ(report.copied_bytes + report.unchanged_bytes, kSize);
+    CHECK_EQ(report.host_bytes, kSize);
+    const uint64_t unchanged = report.unchanged_bytes;
+    wake_all(m, arena, orders);
+    std::vector<uint8_t> first(kSize), second(kSize);
+    write_pattern(reinterpret_cast<uint64_t>(first.data()), kSize, 1);
+    write_pattern(reinterpret_cast<uint64_t>(second.data()), kSize, 2);
+    const auto* now = reinterpret_cast<const uint8_t*>(address);
+    CHECK(std::equal(now, now + unchanged, first.begin()));
+    CHECK(std::equal(now + unchanged, now + kSize, second.begin() + static_cast<long>(unchanged)));
   }
 }
 
@@ -201,7 +235,7 @@ TEST(malformed_requests_change_nothing) {
   CHECK_EQ(hal_sleep(m.device, arena, &action, 1, nullptr, 0, &report, &status), HAL_INVALID);
   hal_segment_order plain = order(address, HAL_OFFLOAD);
   CHECK_EQ(hal_sleep(m.device, nullptr, &plain, 1, nullptr, 0, &report, &status), HAL_INVALID);
-  CHECK_EQ(hal_wake(m.device, arena, &plain, 1, 256, 0, &report, &status), HAL_INVALID);
+  CHECK_EQ(hal_wake(m.device, arena, &plain, 1, 256, &report, &status), HAL_INVALID);
   CHECK(same_books(before, m.counters()));
   CHECK(has_pattern(address, MiB, 1));
 }

@@ -54,7 +54,7 @@ struct Engine {
     }
   }
   int32_t sleep() { return hal_sleep(m.device, arena, orders.data(), orders.size(), nullptr, 0, &report, &status); }
-  int32_t wake() { return hal_wake(m.device, arena, orders.data(), orders.size(), -1, 0, &report, &status); }
+  int32_t wake() { return hal_wake(m.device, arena, orders.data(), orders.size(), -1, &report, &status); }
   void check_woken() const {
     CHECK(has_pattern(orders[0].address, 2 * MiB, 0));
     CHECK(has_pattern(orders[1].address, 2 * MiB, 1));
@@ -126,7 +126,7 @@ TEST(r98_a_lost_address_is_told_and_the_other_segments_are_intact) {
   CHECK_EQ(e.m.counters().creates, asleep.creates);
   CHECK(same_books(asleep, e.m.counters()));
   thief = false;
-  OK(hal_wake(e.m.device, e.arena, others.data(), others.size(), -1, 0, &e.report, &status));
+  OK(hal_wake(e.m.device, e.arena, others.data(), others.size(), -1, &e.report, &status));
   CHECK(has_pattern(others[0].address, 2 * MiB, 0));
   CHECK(has_pattern(others[1].address, 2 * MiB, 1));
 
@@ -144,9 +144,9 @@ TEST(a_lost_address_that_is_free_again_wakes) {
   std::vector<hal_segment_order> one{e.orders[1]};
   CHECK_EQ(hal_sleep(e.m.device, e.arena, one.data(), 1, nullptr, 0, &e.report, &status), HAL_ADDRESS_LOST);
   thief = false;
-  CHECK_EQ(hal_wake(e.m.device, e.arena, one.data(), 1, -1, 0, &e.report, &status), HAL_ADDRESS_LOST);
+  CHECK_EQ(hal_wake(e.m.device, e.arena, one.data(), 1, -1, &e.report, &status), HAL_ADDRESS_LOST);
   give_back_stolen();
-  OK(hal_wake(e.m.device, e.arena, one.data(), 1, -1, 0, &e.report, &status));
+  OK(hal_wake(e.m.device, e.arena, one.data(), 1, -1, &e.report, &status));
   CHECK(has_pattern(e.orders[1].address, 2 * MiB, 1));
   CHECK(same_books(before, e.m.counters()));
 }
