@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hal.errors import HostMemoryError, InvalidArgument, Unsupported
-from hal.native import Arena, Backing, Device
-from hal.platform import Capabilities
+from hal.native import Arena, Backing
+from hal.platform import Capabilities, Platform
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,10 @@ class BackupOptions:
     `backing` is "anonymous", "pinned", "file:DIR", or None for the platform's default: pinned
     memory where it can be pinned, a file on a real disk where device and host memory are the same.
     `verify` checks a checksum of every piece on the way back (files always do). `require_pinned`
-    makes a failed registration an error instead of a fallback. `compress` names a codec and must be
-    None in this version.
+    makes a failed registration an error instead of a fallback. `compress` names a codec of the
+    platform, by which fewer bytes cross the link and lie in host memory: "ans" on CUDA, for weights
+    of 16 bits ("ans:float8", "ans:bytes" for other contents), "zstd" where device memory is the
+    host's.
     """
 
     budget: int | None = None
@@ -38,9 +40,7 @@ class BackupOptions:
         if self.budget is not None and self.budget <= 0:
             raise InvalidArgument(f"a backup budget must be positive, not {self.budget} bytes")
         if self.compress is not None:
-            raise Unsupported(
-                f"compress={self.compress!r}", "this version", "it has no codec; use compress=None"
-            )
+            parse_codec(self.compress)
         if self.backing is not None:
             parse_backing(self.backing)
 
@@ -62,6 +62,20 @@ def parse_backing(text: str) -> tuple[Backing, Path | None]:
         case "file", directory if directory:
             return Backing.FILE, Path(directory)
     raise InvalidArgument(f"backing {text!r}: use 'anonymous', 'pinned' or 'file:DIR'")
+
+
+_CODEC_KINDS = {"ans": ("float16", "float8", "bytes"), "zstd": ("",)}
+"""The kinds of contents that a codec is told, its default first."""
+
+
+def parse_codec(text: str) -> tuple[str, str]:
+    """The codec and the kind of contents of an option's text; `InvalidArgument` for others."""
+    name, _, kind = text.partition(":")
+    kinds = _CODEC_KINDS.get(name, ())
+    if not kinds or (kind and kind not in kinds):
+        known = ", ".join(f"{n}:{k}" if k else n for n, all_ in _CODEC_KINDS.items() for k in all_)
+        raise InvalidArgument(f"compress {text!r}: use 'ans' or 'zstd', or one of {known}")
+    return name, kind or kinds[0]
 
 
 def default_backing(capabilities: Capabilities) -> tuple[Backing, Path | None]:
@@ -103,18 +117,20 @@ def on_memory(directory: Path) -> bool:
     return kind in ("tmpfs", "ramfs")
 
 
-def open_arena(device: Device, capabilities: Capabilities, options: BackupOptions) -> Arena:
+def open_arena(platform: Platform, index: int, options: BackupOptions) -> Arena:
     """The arena that the options stand for on this device."""
+    capabilities = platform.capabilities_of(index)
     backing, directory = (
         parse_backing(options.backing) if options.backing else default_backing(capabilities)
     )
     if backing is Backing.PINNED and options.require_pinned and not capabilities.pinned_host:
         raise Unsupported("pinned host memory", capabilities.name, capabilities.pinned_host.reason)
     return Arena(
-        device,
+        platform.device(index),
         backing,
         directory=directory,
         budget=options.budget or 0,
         verify=options.verify,
         require_pinned=options.require_pinned,
+        codec=platform.codec(*parse_codec(options.compress)) if options.compress else None,
     )

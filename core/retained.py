@@ -17,7 +17,7 @@ from hal.core.kernels.fingerprint import (
     why_not,
 )
 from hal.core.pool_set import kept_bytes
-from hal.native import Action, Device, Order, SegmentState, TransferReport
+from hal.native import Action, Device, Order, Segment, SegmentState, TransferReport
 from hal.platform import Platform
 from hal.pools import Ranges
 
@@ -35,14 +35,16 @@ class _Known:
 class Retained:
     """What the retained backups of one device hold, by the serials of their segments."""
 
-    def __init__(self, platform: Platform, device: int) -> None:
+    def __init__(self, platform: Platform, device: int, *, check: bool = False) -> None:
+        """`check`: take the fingerprints of all tags, to compare them after their wake."""
+        self._check = check
         self._platform, self._index = platform, device
         self._device: Device = platform.device(device)
         self._known: dict[int, _Known] = {}
         self._taken: dict[int, _Known] = {}
         self._why_not = why_not(platform, device)
         if self._why_not:
-            _log.warning("retained backups are copied again at every sleep: %s", self._why_not)
+            _log.warning("nothing is known to be unchanged, all is copied: %s", self._why_not)
         else:
             warm_up(platform, device)
 
@@ -59,7 +61,7 @@ class Retained:
         `slept` tells how the sleep went.
         """
         self._taken = {}
-        wanted = [o for o in orders if o.action is Action.OFFLOAD and o.retain]
+        wanted = [o for o in orders if o.action is Action.OFFLOAD and (o.retain or self._check)]
         if self._why_not or not wanted:
             return list(orders)
         self._device.synchronize()
@@ -112,16 +114,15 @@ class Retained:
     def clear(self) -> None:
         self._known.clear()
 
-    def digests_of(self, serial: int) -> bytes | None:
-        """The fingerprints of a segment's live blocks at its sleep, if they were taken."""
-        known = self._known.get(serial)
-        return known.digests if known else None
-
-    def differing(self, orders: Sequence[Order]) -> list[Order]:
-        """The orders whose mapped segments no longer hold what was fingerprinted at their sleep."""
+    def differing(self, orders: Sequence[Order]) -> list[Segment]:
+        """The mapped segments that do not hold what was fingerprinted at their sleep."""
         known = [order for order in orders if order.segment.serial in self._known]
         now = self._fingerprints(known)
-        return [o for o in known if now[o.segment.serial] != self._known[o.segment.serial]]
+        return [
+            order.segment
+            for order in known
+            if now[order.segment.serial] != self._known[order.segment.serial]
+        ]
 
 
 def _live(order: Order) -> Ranges:

@@ -9,7 +9,7 @@ from hal.core.backup import BackupOptions, open_arena
 from hal.core.pool_set import PoolOrders, kept_bytes
 from hal.core.report import merge
 from hal.core.retained import Retained
-from hal.errors import HostMemoryError
+from hal.errors import BackupCorrupted, HostMemoryError
 from hal.native import (
     Action,
     Arena,
@@ -36,10 +36,16 @@ class Transfer:
     def __init__(
         self, platform: Platform, index: int, options: BackupOptions, *, debug: bool
     ) -> None:
+        self._platform, self._index = platform, index
         self._device = platform.device(index)
         self._capabilities = platform.capabilities_of(index)
         self._options = options
-        self._retained = Retained(platform, index) if options.retain else None
+        self._checks = options.verify and options.compress is not None
+        self._retained = (
+            Retained(platform, index, check=self._checks)
+            if options.retain or self._checks
+            else None
+        )
         self._fill = POISON if debug else None
         self._arena: Arena | None = None
         self._orders: dict[int, Order] = {}
@@ -50,7 +56,7 @@ class Transfer:
     @property
     def arena(self) -> Arena:
         if self._arena is None:
-            self._arena = open_arena(self._device, self._capabilities, self._options)
+            self._arena = open_arena(self._platform, self._index, self._options)
         return self._arena
 
     def stats(self) -> ArenaStats:
@@ -107,7 +113,7 @@ class Transfer:
 
         Pinned memory is not: it is kept for the next sleep.
         """
-        if self._retained is None and not self.stats().pinned:
+        if not self._options.retain and not self.stats().pinned:
             self.trim()
 
     def _tell_fallback(self) -> None:
@@ -129,14 +135,14 @@ class Transfer:
             for order in pool.orders
         ]
         self._orders.update({order.segment.serial: order for order in orders})
-        if self._retained is not None:
-            orders = self._retained.find_clean(orders)
         report = self._carry_out(orders)
         self._tell_fallback()
         return report
 
     def _carry_out(self, orders: Sequence[Order]) -> TransferReport:
         """Sleep, and note what the backups hold afterwards, however it ended."""
+        if self._retained is not None:
+            orders = self._retained.find_clean(orders)
         try:
             report = self._device.sleep(self._arena, orders)
         except TransferFailed as failure:
@@ -159,16 +165,48 @@ class Transfer:
         """Map and restore segments; raises `TransferFailed`, and then all of them sleep again."""
         done: list[TransferReport] = []
         woken: list[Segment] = []
-        retain = {serial for serial, order in self._orders.items() if order.retain}
         for part in self._parts(segments):
             try:
-                done.append(self._device.wake(self._arena, part, fill=self._fill, retain=retain))
+                done.append(self._wake(part))
             except TransferFailed:
                 self.sleep_again(woken, current)
                 raise
             woken += part
+            self._check(done[-1], part, woken, current)
             self._give_back()
         return merge(done)
+
+    def _wake(self, part: Sequence[Segment]) -> TransferReport:
+        serials = {s.serial for s in part}
+        if not self._checks:
+            serials = {s for s in serials if s in self._orders and self._orders[s].retain}
+        return self._device.wake(self._arena, part, fill=self._fill, retain=serials)
+
+    def _check(
+        self,
+        report: TransferReport,
+        part: Sequence[Segment],
+        woken: Sequence[Segment],
+        current: Callable[[], Mapping[int, Segment]],
+    ) -> None:
+        """Compare what was decoded with what was encoded; what is wrong sleeps again, with the
+        backups as they are.
+        """
+        if not self._checks or self._retained is None:
+            return
+        orders = [self._orders[s.serial] for s in part if s.serial in self._orders]
+        if wrong := self._retained.differing(orders):
+            self.sleep_again(woken, current, unchanged=True)
+            raise TransferFailed(
+                BackupCorrupted(
+                    wrong[0].address,
+                    wrong[0].size,
+                    "what was restored from it has another fingerprint",
+                ),
+                report,
+            )
+        done = [o._replace(action=Action.DROP_BACKUP) for o in orders if not o.retain]
+        self._device.sleep(self._arena, done)
 
     def _parts(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """One part; where device and host memory are the same, two.
@@ -183,9 +221,14 @@ class Transfer:
         return [part for part in (backed, discarded) if part] or [[]]
 
     def sleep_again(
-        self, segments: Sequence[Segment], current: Callable[[], Mapping[int, Segment]]
+        self,
+        segments: Sequence[Segment],
+        current: Callable[[], Mapping[int, Segment]],
+        *,
+        unchanged: bool = False,
     ) -> None:
-        """Undo the wake of segments that are still in `current()` (by serial).
+        """Undo the wake of segments that are still in `current()` (by serial); `unchanged`: what
+        their backups hold counts, not what is in memory.
 
         If even that fails they stay mapped, and the next wake finds them so.
         """
@@ -196,7 +239,11 @@ class Transfer:
             if s.serial in alive
         ]
         try:
-            self._carry_out(orders)
+            if unchanged:
+                whole = [order._replace(clean=((0, order.segment.size),)) for order in orders]
+                self._device.sleep(self._arena, whole)
+            else:
+                self._carry_out(orders)
         except TransferFailed as failure:
             warnings.warn(
                 f"the failed wake could not be undone ({failure.error}); its memory stays mapped "

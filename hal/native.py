@@ -204,6 +204,9 @@ class _ArenaOptions(c.Structure):
         ("reserved", c.c_int32),
         ("budget", c.c_uint64),
         ("directory", c.c_char_p),
+        ("codec", c.c_char_p),
+        ("codec_library", c.c_char_p),
+        ("codec_kind", c.c_char_p),
     ]
 
 
@@ -509,6 +512,17 @@ def host_memory() -> HostMemory:
     return HostMemory(info.available, info.total, _text(info.source))
 
 
+@dataclass(frozen=True)
+class Codec:
+    """A codec of a device's driver: its name, the file that has it ("": the codec knows), and what
+    kind of contents it encodes ("": bytes).
+    """
+
+    name: str
+    library: str = ""
+    kind: str = ""
+
+
 class Arena:
     """Host memory or a file that holds backups; owned by one manager."""
 
@@ -521,6 +535,7 @@ class Arena:
         budget: int = 0,
         verify: bool = False,
         require_pinned: bool = False,
+        codec: Codec | None = None,
     ) -> None:
         options = _ArenaOptions(
             backing=backing,
@@ -528,6 +543,9 @@ class Arena:
             require_pinned=require_pinned,
             budget=budget,
             directory=os.fsencode(directory) if directory is not None else None,
+            codec=codec.name.encode() if codec else None,
+            codec_library=codec.library.encode() if codec else None,
+            codec_kind=codec.kind.encode() if codec else None,
         )
         self._handle = _POINTER()
         self.device, self.backing = device, backing

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
-from hal.errors import StateError
+from hal.errors import StateError, Unsupported
 
 if TYPE_CHECKING:
     from hal.memory import MemoryInfo, TorchUsage
-    from hal.native import Device
+    from hal.native import Codec, Device
     from hal.pools import Pool
 
 
@@ -136,6 +136,13 @@ class Platform(abc.ABC):
     @abc.abstractmethod
     def create_pool(self, tag: str, device: int = 0) -> Pool:
         """A new, empty pool whose segments carry `tag` for life."""
+
+    def codec(self, name: str, kind: str) -> Codec:  # noqa: ARG002 - for platforms that have one
+        """The codec with which backups are encoded where the device's memory is.
+
+        `kind`: what is encoded, "" for bytes. Raises `Unsupported` with what to do.
+        """
+        raise Unsupported(f"compress={name!r}", self.name, "no codec works on its memory")
 
     @abc.abstractmethod
     def _open(self, index: int) -> Device:

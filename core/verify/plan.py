@@ -150,9 +150,7 @@ def _require_graphs(setup: Setup) -> None:
 
 def _try_backing(setup: Setup) -> None:
     """Open the arena once, so that a missing directory shows before the first round."""
-    capabilities = setup.platform.capabilities_of(setup.device)
-    device = setup.platform.device(setup.device)
-    open_arena(device, capabilities, BackupOptions(backing=setup.backing)).close()
+    open_arena(setup.platform, setup.device, BackupOptions(backing=setup.backing)).close()
 
 
 def environment(setup: Setup) -> dict[str, Any]:

@@ -18,6 +18,7 @@
 #include <string>
 
 #include "addresses.h"
+#include "codec.h"
 #include "codes.h"
 #include "copy_streams.h"
 #include "host_memory.h"
@@ -256,7 +257,8 @@ const hal_driver kDriver = {HAL_DRIVER_ABI,
                             is_capturing,
                             hal::classify_errno,
                             hal::describe_errno,
-                            nullptr};
+                            nullptr,
+                            hal::zstd_codec()};
 
 }  // namespace
 

@@ -8,9 +8,10 @@ from typing import ClassVar
 
 from hal.capabilities import capabilities_from
 from hal.cpu.telemetry import memory_info
+from hal.errors import Unsupported
 from hal.host_pool import HostPool, ScopeStack
 from hal.memory import MemoryInfo
-from hal.native import Device
+from hal.native import Codec, Device
 from hal.platform import Capabilities, Flag, Platform, PoolNesting
 from hal.pools import probe_nesting
 
@@ -56,6 +57,11 @@ class CpuPlatform(Platform):
 
     def create_pool(self, tag: str, device: int = 0) -> HostPool:
         return HostPool(self.device(device), tag, self._scopes)
+
+    def codec(self, name: str, kind: str) -> Codec:
+        if name != "zstd":
+            raise Unsupported(f"compress={name!r}", self.name, "its codec is 'zstd'")
+        return Codec(name, kind=kind)
 
     def _open(self, index: int) -> Device:
         return Device(self.name, index, self._options)

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "libcuda.h"
+#include "nvcomp.h"
 
 namespace hal {
 namespace {
@@ -194,6 +195,10 @@ int32_t open(int32_t ordinal, const char* options, void** context, char* why, si
 }  // namespace hal
 
 extern "C" const hal_driver* hal_cuda_driver(void) {
-  static const hal_driver table = hal::vmm_driver_table("cuda", hal::open, hal::describe);
+  static const hal_driver table = [] {
+    hal_driver made = hal::vmm_driver_table("cuda", hal::open, hal::describe);
+    made.codec = hal::nvcomp_codec();
+    return made;
+  }();
   return &table;
 }

@@ -6,9 +6,9 @@ import functools
 from typing import TYPE_CHECKING, ClassVar
 
 from hal.capabilities import capabilities_from
-from hal.cuda import telemetry
+from hal.cuda import nvcomp, telemetry
 from hal.memory import MemoryInfo, TorchUsage
-from hal.native import Device, Fact
+from hal.native import Codec, Device, Fact
 from hal.platform import Capabilities, Flag, Platform
 from hal.pools import probe_nesting
 
@@ -63,6 +63,9 @@ class CudaPlatform(Platform):
 
         memory, scopes = _torch()
         return TorchPool(self.device(device), tag, memory, scopes)
+
+    def codec(self, name: str, kind: str) -> Codec:
+        return nvcomp.codec(name, kind)
 
     def _open(self, index: int) -> Device:
         count = telemetry.device_count()

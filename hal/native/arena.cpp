@@ -13,6 +13,9 @@ uint64_t round_up(uint64_t bytes) {
   return (bytes + backup_alignment() - 1) / backup_alignment() * backup_alignment();
 }
 
+// What a codec that is worth its while saves of weights; a growth that begins with too little goes on step by step.
+constexpr double kExpectedRatio = 0.68;
+
 Status open_storage(Primitives& primitives, const hal_arena_options& options, std::unique_ptr<Storage>* out) {
   if (options.backing != HAL_FILE) {
     *out = std::make_unique<MemoryStorage>(primitives.faults());
@@ -35,15 +38,20 @@ Status Arena::create(Primitives& primitives, const hal_arena_options& options, s
     return Status::error(HAL_UNSUPPORTED, "arena create", 0,
                          std::string("host memory cannot be pinned: ") + primitives.why_not(HAL_FACT_PIN_HOST));
   }
+  std::unique_ptr<Codec> codec;
+  if (options.codec != nullptr) HAL_TRY(Codec::open(primitives, options, &codec));
   std::unique_ptr<Storage> storage;
   HAL_TRY(open_storage(primitives, options, &storage));
-  out->reset(new Arena(primitives, options, std::move(storage)));
+  out->reset(new Arena(primitives, options, std::move(storage), std::move(codec)));
   return {};
 }
 
-Arena::Arena(Primitives& primitives, const hal_arena_options& options, std::unique_ptr<Storage> storage)
+Arena::Arena(Primitives& primitives, const hal_arena_options& options, std::unique_ptr<Storage> storage,
+             std::unique_ptr<Codec> codec)
     : primitives_(primitives),
       storage_(std::move(storage)),
+      codec_(std::move(codec)),
+      shrinks_to_(codec_ == nullptr ? 1.0 : kExpectedRatio),
       budget_(options.budget),
       verify_(options.verify != 0 || options.backing == HAL_FILE),
       pinned_(options.backing == HAL_PINNED && primitives.has(HAL_FACT_PIN_HOST)),
@@ -56,19 +64,27 @@ Arena::~Arena() {
 
 // Bytes that have to be taken from the system for `bytes` of backups, or why they cannot be.
 Status Arena::missing_for(uint64_t bytes, uint64_t* missing) {
-  uint64_t held, unused;
+  uint64_t unused;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    unused = held_ - used_;
+  }
+  const uint64_t wanted = round_up(expected(bytes));
+  *missing = wanted - std::min(wanted, unused);
+  return *missing == 0 ? Status() : check_limit(*missing, bytes);
+}
+
+// Whether `more` bytes can be taken from the system for backups of `bytes`.
+Status Arena::check_limit(uint64_t more, uint64_t bytes) {
+  uint64_t held, unused, room = 0;
+  HAL_TRY(storage_->available(&room));
   {
     std::lock_guard<std::mutex> lock(mutex_);
     held = held_;
     unused = held_ - used_;
   }
-  const uint64_t wanted = round_up(bytes);
-  *missing = wanted - std::min(wanted, unused);
-  if (*missing == 0) return {};
-  uint64_t room = 0;
-  HAL_TRY(storage_->available(&room));
   const uint64_t limit = budget_ == 0 ? held + room : std::min(budget_, held + room);
-  if (held + *missing <= limit) return {};
+  if (held + more <= limit) return {};
   const bool by_budget = limit == budget_;
   Status status = Status::error(HAL_HOST_MEMORY, "arena grow", 0,
                                 by_budget           ? "the backup budget is too small"
@@ -77,6 +93,15 @@ Status Arena::missing_for(uint64_t bytes, uint64_t* missing) {
                                 bytes);
   status.set_memory(bytes, unused + (limit - std::min(limit, held)), limit);
   return status;
+}
+
+uint64_t Arena::expected(uint64_t bytes) const {
+  return codec_ == nullptr ? bytes : static_cast<uint64_t>(static_cast<double>(bytes) * shrinks_to_);
+}
+
+void Arena::learn(uint64_t plain, uint64_t stored) {
+  constexpr double kMargin = 1.01;  // one sleep's contents are much like the last one's
+  if (plain > 0) shrinks_to_ = std::min(1.0, kMargin * static_cast<double>(stored) / static_cast<double>(plain));
 }
 
 Status Arena::check(uint64_t bytes) {
@@ -177,6 +202,20 @@ std::vector<Range> Arena::take(uint64_t bytes) {
   return extents;
 }
 
+bool Arena::take_whole(uint64_t bytes, uint64_t* position) {
+  const uint64_t wanted = round_up(bytes);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto extent =
+      std::find_if(free_.begin(), free_.end(), [&](const auto& candidate) { return candidate.second >= wanted; });
+  if (extent == free_.end()) return false;
+  *position = extent->first;
+  const uint64_t left = extent->second - wanted;
+  free_.erase(extent);
+  if (left > 0) free_[*position + wanted] = left;
+  used_ += wanted;
+  return true;
+}
+
 void Arena::give_back(uint64_t position, uint64_t size) {
   const uint64_t bytes = round_up(size);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -196,6 +235,11 @@ void Arena::give_back(uint64_t position, uint64_t size) {
     }
   }
   free_[begin] = end - begin;
+}
+
+bool Arena::ready(uint64_t position) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return chunk_of(position)->second.readiness == Readiness::Ready;
 }
 
 Status Arena::wait_ready(uint64_t position) {

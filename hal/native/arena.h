@@ -4,6 +4,7 @@
 // pinned backing a growth goes on in the background, chunk by chunk, while earlier chunks are being filled already.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <map>
 #include <memory>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "backup.h"
+#include "codec.h"
 #include "parallel.h"
 #include "primitives.h"
 #include "step_sizes.h"
@@ -28,12 +30,15 @@ class Arena {
 
   // Whether room for `bytes` of backups is there or could be taken; changes nothing.
   Status check(uint64_t bytes);
-  // Makes room for `bytes` of backups, all or nothing, before anything else is changed. The growth ends with `*growth`:
+  // Makes room for `bytes` of backups, all or nothing, before anything else is changed; where they are encoded, for
+  // what they are expected to take. The growth ends with `*growth`:
   // what it took is given back then, unless it is kept.
   // With `touch` the system has to back all of it now, not at the first write.
   Status reserve(uint64_t bytes, bool touch, std::unique_ptr<Growth>* growth);
   // Takes `bytes` of the room that was reserved, in as many extents as it needs.
   std::vector<Range> take(uint64_t bytes);
+  // Takes `bytes` in one extent; false when there is none that large.
+  bool take_whole(uint64_t bytes, uint64_t* position);
   void give_back(uint64_t position, uint64_t size);
   // Waits until the memory at `position` may be used; fails when it could not be pinned and has to be.
   Status wait_ready(uint64_t position);
@@ -41,6 +46,10 @@ class Arena {
   uint64_t trim();
   void stats(hal_arena_stats* out);
 
+  Codec* codec() { return codec_.get(); }  // null: backups are kept as they are
+  bool encodes() const { return codec_ != nullptr; }
+  // Notes how much smaller backups became, for the next reservation.
+  void learn(uint64_t plain, uint64_t stored);
   bool verifies() const { return verify_; }
   uint64_t piece_limit() const { return verify_ ? kVerifiedPiece : kPlainPiece; }
   FileStorage* file() { return storage_->file(); }  // null: memory
@@ -56,8 +65,12 @@ class Arena {
   };
   using Chunks = std::map<uint64_t, HeldChunk>;  // by position
 
-  Arena(Primitives& primitives, const hal_arena_options& options, std::unique_ptr<Storage> storage);
+  Arena(Primitives& primitives, const hal_arena_options& options, std::unique_ptr<Storage> storage,
+        std::unique_ptr<Codec> codec);
+  uint64_t expected(uint64_t bytes) const;
   Status missing_for(uint64_t bytes, uint64_t* missing);
+  Status check_limit(uint64_t more, uint64_t asked);
+  bool ready(uint64_t position);
   Status add_chunk(uint64_t size, Readiness readiness, uint64_t* position);
   bool remove_chunk(uint64_t position);
   void carve(uint64_t position, uint64_t size);
@@ -65,6 +78,8 @@ class Arena {
 
   Primitives& primitives_;
   const std::unique_ptr<Storage> storage_;
+  const std::unique_ptr<Codec> codec_;
+  std::atomic<double> shrinks_to_{1.0};  // stored bytes a plain byte, as far as is known
   const uint64_t budget_;
   const bool verify_, pinned_, require_pinned_;
 
@@ -87,6 +102,10 @@ class Growth {
   ~Growth();
   // Waits until every chunk is ready.
   Status wait();
+  // Takes as much again as needed for `bytes` in one extent, ready at once, when what was reserved does not suffice.
+  Status add(uint64_t bytes);
+  // Gives up what is not ready yet and not used.
+  void stop_early();
   void keep() { kept_ = true; }
 
  private:

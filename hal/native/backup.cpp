@@ -9,18 +9,32 @@ namespace hal {
 
 Backup::Backup(Arena* arena, std::vector<Range> ranges) : arena_(arena), ranges_(std::move(ranges)) {
   for (const Range& range : ranges_) {
-    uint64_t offset = range.offset;
-    for (const Range& extent : arena_->take(range.size)) {
-      for (uint64_t done = 0; done < extent.size;) {
-        Piece piece;
-        piece.offset = offset;
-        piece.size = std::min({extent.size - done, arena_->piece_limit(), range.offset + range.size - offset});
-        piece.position = extent.offset + done;
-        pieces_.push_back(piece);
-        offset += piece.size;
-        done += piece.size;
-        if (offset == range.offset + range.size) break;
-      }
+    if (!arena_->encodes()) {
+      take_room(range);
+      continue;
+    }
+    for (uint64_t done = 0; done < range.size; done += kEncodedPiece) {
+      Piece piece;
+      piece.offset = range.offset + done;
+      piece.size = std::min(kEncodedPiece, range.size - done);
+      pieces_.push_back(piece);
+    }
+  }
+}
+
+void Backup::take_room(const Range& range) {
+  uint64_t offset = range.offset;
+  for (const Range& extent : arena_->take(range.size)) {
+    for (uint64_t done = 0; done < extent.size;) {
+      Piece piece;
+      piece.offset = offset;
+      piece.size = std::min({extent.size - done, arena_->piece_limit(), range.offset + range.size - offset});
+      piece.position = extent.offset + done;
+      piece.stored = piece.size;
+      pieces_.push_back(piece);
+      offset += piece.size;
+      done += piece.size;
+      if (offset == range.offset + range.size) break;
     }
   }
 }
@@ -32,7 +46,13 @@ uint64_t Backup::bytes() const {
 }
 
 uint64_t Backup::stored_bytes() const {
-  return bytes();
+  uint64_t sum = 0;
+  for (const Piece& piece : pieces_) sum += piece.stored;
+  return sum;
+}
+
+bool Backup::complete() const {
+  return std::all_of(pieces_.begin(), pieces_.end(), [](const Piece& piece) { return piece.stored > 0; });
 }
 
 void Backup::mark_clean(const std::vector<Range>& ranges) {
@@ -54,7 +74,9 @@ uint64_t Backup::clean_bytes() const {
 
 void Backup::drop() {
   if (arena_ == nullptr) return;
-  for (const Piece& piece : pieces_) arena_->give_back(piece.position, piece.size);
+  for (const Piece& piece : pieces_) {
+    if (piece.stored > 0) arena_->give_back(piece.position, piece.stored);
+  }
   arena_ = nullptr;
   ranges_.clear();
   pieces_.clear();

@@ -18,6 +18,7 @@ struct Piece {
   uint64_t offset = 0;    // bytes within the segment
   uint64_t size = 0;      // bytes
   uint64_t position = 0;  // in the arena: a host address, or an offset in its file
+  uint64_t stored = 0;    // bytes there; 0: nothing yet, less than `size`: encoded
   uint32_t checksum = 0;  // CRC-32C of the contents, where the arena verifies
   bool clean = false;     // in a sleep: what is in the arena is right already
 };
@@ -26,7 +27,8 @@ struct Piece {
 class Backup {
  public:
   Backup() = default;
-  // Takes room for `ranges` that the arena has reserved before.
+  // Takes room for `ranges` that the arena has reserved before; of an arena that encodes, the pieces get theirs when
+  // their sizes are known.
   Backup(Arena* arena, std::vector<Range> ranges);
   ~Backup() { drop(); }
   Backup(Backup&& other) noexcept { swap(other); }
@@ -42,11 +44,14 @@ class Backup {
   uint64_t bytes() const;         // of the segment
   uint64_t stored_bytes() const;  // of the arena
   void drop();
+  bool complete() const;  // every piece is in the arena
   // Marks the pieces that lie in `ranges` (sorted, apart) as clean, and no others.
   void mark_clean(const std::vector<Range>& ranges);
   uint64_t clean_bytes() const;
 
  private:
+  void take_room(const Range& range);
+
   void swap(Backup& other) noexcept {
     std::swap(arena_, other.arena_);
     ranges_.swap(other.ranges_);

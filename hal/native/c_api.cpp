@@ -77,8 +77,8 @@ Status flip_bit(hal::Segment& segment, uint64_t bit) {
   uint64_t byte = bit / 8;
   const auto mask = static_cast<uint8_t>(1u << (bit % 8));
   for (const hal::Piece& piece : segment.backup.pieces()) {
-    if (byte >= piece.size) {
-      byte -= piece.size;
+    if (byte >= piece.stored) {
+      byte -= piece.stored;
       continue;
     }
     hal::Arena& arena = *segment.backup.arena();

@@ -116,8 +116,11 @@ typedef struct hal_arena_options {
   int32_t verify;         /* 1: keep and check a checksum for every piece (always on for files) */
   int32_t require_pinned; /* 1: a failed registration is an error, not a fallback to pageable */
   int32_t reserved;
-  uint64_t budget;       /* bytes; 0: what is available */
-  const char* directory; /* for HAL_FILE */
+  uint64_t budget;           /* bytes; 0: what is available */
+  const char* directory;     /* for HAL_FILE */
+  const char* codec;         /* the name of the driver's codec that backups are encoded with; null: they are not */
+  const char* codec_library; /* the file that has it; null: the codec knows */
+  const char* codec_kind;    /* what the contents are; null: bytes */
 } hal_arena_options;
 
 typedef struct hal_arena_stats {
@@ -143,7 +146,8 @@ HAL_API int32_t hal_arena_check(hal_arena* arena, uint64_t bytes, hal_status* st
 typedef enum hal_action {
   HAL_OFFLOAD = 1,
   HAL_DISCARD = 2,
-  HAL_DROP_BACKUP = 3, /* a segment that is asleep with a backup gives it up: it is then ASLEEP_DISCARDED */
+  HAL_DROP_BACKUP = 3, /* a segment that is asleep with a backup gives it up: it is then ASLEEP_DISCARDED; a mapped one
+                        * gives up the backup that was retained */
 } hal_action;
 
 typedef struct hal_segment_order {
@@ -152,8 +156,8 @@ typedef struct hal_segment_order {
   uint32_t first_range, range_count; /* its live ranges in the request; 0 ranges of an OFFLOAD: the whole segment is
                                       * live, unless `nothing_live` */
   int32_t nothing_live;
-  uint32_t first_clean, clean_count; /* for sleep: its ranges in the request that a retained backup holds as they are now;
-                                      * they need no copy. Ignored where no such backup is there */
+  uint32_t first_clean, clean_count; /* for sleep: its ranges in the request that a retained backup holds as they are
+                                      * now; they need no copy. Ignored where no such backup is there */
   int32_t retain;                    /* for wake: the backup outlives it, for the next sleep */
   int32_t reserved;
   /* results */
@@ -183,14 +187,15 @@ HAL_API int32_t hal_sleep(hal_device* device, hal_arena* arena, hal_segment_orde
  * scrub. Backups are given back to the arena but for those of orders that `retain` them. */
 HAL_API int32_t hal_wake(hal_device* device, hal_arena* arena, hal_segment_order* orders, size_t order_count,
                          int32_t fill, hal_transfer_report* report, hal_status* status);
-/* The 128-bit fingerprints of blocks of memory that the host can read: two words a block, as hal.core.kernels.fingerprint
- * defines them. Of a block, `offset` is its address and `size` its bytes, a multiple of 4; `keys` are the two keys of
- * the rows and the two of the columns. */
+/* The 128-bit fingerprints of blocks of memory that the host can read: two words a block, as
+ * hal.core.kernels.fingerprint defines them. Of a block, `offset` is its address and `size` its bytes, a multiple of 4;
+ * `keys` are the two keys of the rows and the two of the columns. */
 HAL_API void hal_fingerprint(const hal_range* blocks, size_t count, const uint64_t* keys, uint64_t* digests);
 
 /* ---- fault points, for tests --------------------------------------------------------------------------------- */
 /* The nth call from now (1 = next) of `call` fails with the vendor code `code`, `times` times in a row (-1: for ever).
- * Calls: the names of the primitives in driver.h, and "arena grow", "file write", "file read", and "restore", whose
+ * Calls: the names of the primitives in driver.h, "encode", "decode", "arena grow", "file write", "file read", and
+ * "restore", whose
  * failure with code 0 leaves out the copy of one segment silently (a defect that verification has to find). */
 HAL_API int32_t hal_fault_set(hal_device* device, const char* call, uint64_t nth, int32_t code, int64_t times,
                               hal_status* status);

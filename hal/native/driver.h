@@ -65,6 +65,35 @@ typedef struct hal_facts {
   char version[48];     /* of the driver, in the vendor's words */
 } hal_facts;
 
+/* One chunk for a codec: where its contents are, and where it is (or goes) encoded. Sizes in bytes. */
+typedef struct hal_chunk {
+  hal_address plain, encoded;
+  uint64_t plain_size;
+  uint64_t encoded_size; /* to encode: the room at `encoded`; to decode: what is there */
+} hal_chunk;
+
+/* A lossless codec that works where the driver's memory is. Its calls return 0 or a code of its own, and `describe`
+ * puts that into words. `host` is memory of the host, `scratch` of the device, of the sizes that `limits` tells; both
+ * belong to one call until the stream has passed it. When it has, `host` begins with `count` sizes of 8 bytes, of an
+ * encode the encoded ones, of a decode the decoded ones, and then `count` results of 4 bytes, 0 for a chunk that went
+ * well. */
+typedef struct hal_codec {
+  const char* name;
+  int32_t immediate; /* 1: the host does it during the call, so the stream has to be waited for before */
+  /* `context` is the driver's, `library` the file that has the codec, `kind` what the contents are: "" is bytes. On
+   * failure `why` says what to do. */
+  int32_t (*open)(void* context, const char* library, const char* kind, void** codec, char* why, size_t why_size);
+  void (*close)(void* codec);
+  /* For at most `count` chunks of at most `chunk` bytes: the most that one may take encoded, and what a call needs. */
+  int32_t (*limits)(void* codec, uint64_t chunk, uint32_t count, uint64_t* encoded, uint64_t* scratch, uint64_t* host);
+  /* On a copy stream, asynchronous unless `immediate`. */
+  int32_t (*encode)(void* codec, const hal_chunk* chunks, uint32_t count, hal_address scratch, void* host,
+                    uint32_t stream);
+  int32_t (*decode)(void* codec, const hal_chunk* chunks, uint32_t count, hal_address scratch, void* host,
+                    uint32_t stream);
+  void (*describe)(int32_t code, char* text, size_t size);
+} hal_codec;
+
 typedef struct hal_driver {
   uint32_t abi;         /* HAL_DRIVER_ABI */
   uint32_t struct_size; /* sizeof(hal_driver), so that later versions can grow at the end */
@@ -109,6 +138,9 @@ typedef struct hal_driver {
    * for it. A failure that is HAL_ADDRESS_LOST means that the range is not reserved any more, and `got` is where the
    * vendor would have put it instead, or 0. */
   int32_t (*vacate)(void* context, hal_address address, uint64_t size, hal_address* got);
+
+  /* Optional: null where no codec works on this driver's memory. */
+  const hal_codec* codec;
 } hal_driver;
 
 #ifdef __cplusplus

@@ -10,7 +10,8 @@ namespace {
 constexpr const char* kNames[] = {
     "granularity", "memory_info",    "reserve", "unreserve",   "create",        "release",         "map",
     "access",      "unmap",          "fill",    "synchronize", "host_register", "host_unregister", "copy_to_host",
-    "arena grow",  "copy_to_device", "restore", "file write",  "file read",     "vacate",
+    "arena grow",  "copy_to_device", "restore", "file write",  "file read",     "vacate",          "encode",
+    "decode",
 };
 
 bool known(const std::string& name) {

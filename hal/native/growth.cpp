@@ -29,6 +29,28 @@ Status Growth::wait() {
   return {};
 }
 
+Status Growth::add(uint64_t bytes) {
+  task_.join();
+  uint64_t size = std::max(bytes, kLargestChunk), position = 0;
+  if (!arena_.check_limit(size, bytes).ok()) {
+    size = bytes;
+    HAL_TRY(arena_.check_limit(size, bytes));
+  }
+  const bool prepare = arena_.file() == nullptr && arena_.pinned_;
+  HAL_TRY(arena_.add_chunk(size, prepare ? Arena::Readiness::Pending : Arena::Readiness::Ready, &position));
+  chunks_.push_back(position);
+  if (!prepare) return {};
+  touch(position);
+  return pin(position);
+}
+
+void Growth::stop_early() {
+  cancelled_ = true;
+  task_.join();
+  const auto unused = [&](uint64_t position) { return !arena_.ready(position) && arena_.remove_chunk(position); };
+  chunks_.erase(std::remove_if(chunks_.begin(), chunks_.end(), unused), chunks_.end());
+}
+
 void Growth::prepare_in_background() {
   std::sort(chunks_.begin(), chunks_.end());  // Arena::take goes by position
   task_ = Task([this] { prepare_chunks(); });

@@ -2,21 +2,15 @@
 // Touches the driver, the arena's memory or file, and helper threads; takes no lock of its own.
 #include "mover.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <mutex>
 
 #include "crc32c.h"
+#include "encoded_mover.h"
+#include "staging.h"
 
 namespace hal {
 namespace {
-
-Status corrupt(hal_address segment, const Piece& piece) {
-  return Status::error(HAL_CORRUPT_BACKUP, "restore", 0,
-                       "the checksum of the piece at offset " + std::to_string(piece.offset) + " differs", piece.size,
-                       segment);
-}
 
 Status check(hal_address segment, const Piece& piece, const void* contents) {
   return crc32c(contents, piece.size) == piece.checksum ? Status() : corrupt(segment, piece);
@@ -86,31 +80,6 @@ class MemoryMover : public Mover {
   std::array<Batch, kLanes> batches_;
 };
 
-// A bounce buffer between a device that the host cannot reach and a file; pinned where that works.
-class StagingBuffer {
- public:
-  StagingBuffer(Primitives& primitives, uint64_t size) : primitives_(primitives), size_(size) {
-    memory_ = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory_ == MAP_FAILED) memory_ = nullptr;
-    if (memory_ != nullptr && primitives.has(HAL_FACT_PIN_HOST))
-      registered_ = primitives.host_register(memory_, size).ok();
-  }
-  ~StagingBuffer() {
-    // Memory that the driver still knows must not be unmapped: a page left behind is the lesser harm.
-    if (registered_ && !primitives_.host_unregister(memory_, size_).ok()) return;
-    if (memory_ != nullptr) munmap(memory_, size_);
-  }
-  StagingBuffer(const StagingBuffer&) = delete;
-  StagingBuffer& operator=(const StagingBuffer&) = delete;
-  void* get() const { return memory_; }
-
- private:
-  Primitives& primitives_;
-  const uint64_t size_;
-  void* memory_ = nullptr;
-  bool registered_ = false;
-};
-
 class FileMover : public Mover {
  public:
   FileMover(Primitives& primitives, Arena& arena, Direction direction)
@@ -138,10 +107,7 @@ class FileMover : public Mover {
   Status move(size_t lane) {
     const bool direct = primitives_.has(HAL_FACT_HOST_ACCESS);
     if (!direct && lanes_[lane].staging == nullptr) {
-      lanes_[lane].staging = std::make_unique<StagingBuffer>(primitives_, arena_.piece_limit());
-      if (lanes_[lane].staging->get() == nullptr) {
-        return Status::error(HAL_HOST_MEMORY, "staging", 0, "no host memory for a bounce buffer", arena_.piece_limit());
-      }
+      HAL_TRY(StagingBuffer::make(primitives_, arena_.piece_limit(), &lanes_[lane].staging));
     }
     for (const auto& [segment, piece] : moving(lanes_[lane].batch, direction_)) {
       const hal_address device = segment + piece->offset;
@@ -176,7 +142,15 @@ class FileMover : public Mover {
 
 }  // namespace
 
-std::unique_ptr<Mover> Mover::make(Primitives& primitives, Arena& arena, Direction direction) {
+Status corrupt(hal_address segment, const Piece& piece) {
+  return Status::error(HAL_CORRUPT_BACKUP, "restore", 0,
+                       "the checksum of the piece at offset " + std::to_string(piece.offset) + " differs", piece.size,
+                       segment);
+}
+
+std::unique_ptr<Mover> Mover::make(Primitives& primitives, Arena& arena, Direction direction,
+                                   const MoverOptions& options) {
+  if (arena.encodes()) return make_encoded_mover(primitives, arena, direction, options);
   if (arena.file() != nullptr) return std::make_unique<FileMover>(primitives, arena, direction);
   return std::make_unique<MemoryMover>(primitives, arena, direction);
 }

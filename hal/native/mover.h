@@ -21,9 +21,15 @@ struct Job {
 };
 using Batch = std::vector<Job>;
 
+struct MoverOptions {
+  Growth* growth = nullptr;           // to a backup: where room comes from whose size is not known before
+  uint64_t device_room = UINT64_MAX;  // bytes of device memory that a mover may take for itself, if it can do with them
+};
+
 class Mover {
  public:
-  static std::unique_ptr<Mover> make(Primitives& primitives, Arena& arena, Direction direction);
+  static std::unique_ptr<Mover> make(Primitives& primitives, Arena& arena, Direction direction,
+                                     const MoverOptions& options = {});
   virtual ~Mover() = default;  // waits for what is in flight on the host's side
   // Begins a batch in a lane that is empty. What goes to the device from a verifying arena is checked before it counts.
   virtual Status start(Batch batch, size_t lane) = 0;
@@ -39,5 +45,8 @@ class Mover {
   Arena& arena_;
   const Direction direction_;
 };
+
+// The failure of a piece whose checksum differs.
+Status corrupt(hal_address segment, const Piece& piece);
 
 }  // namespace hal

@@ -43,6 +43,8 @@ class Primitives {
   Status host_register(void* host, uint64_t size);
   Status host_unregister(void* host, uint64_t size);
   bool is_capturing(void* stream);
+  const hal_codec* codec() const { return driver_->codec; }  // null: there is none
+  void* context() const { return context_; }
 
   // Adds what a failure for want of device memory needs: the bytes of the whole request and those that are free.
   void describe_shortage(Status* status, uint64_t needed);

@@ -38,6 +38,7 @@ class Sleep {
   Status ranges_of(const Item& item, uint32_t first, uint32_t count, std::vector<Range>* out) const;
   Status forward();
   Status reserve_host();
+  void learn();
   Status copy_and_release();
   Status start(size_t batch);
   Status finish(size_t batch);
@@ -93,7 +94,9 @@ Status Sleep::plan() {
     const int32_t action = item.order->action;
     if (action == HAL_OFFLOAD && mapped) offloaded_.push_back(&item);
     if (action == HAL_DISCARD && mapped) discarded_.push_back(&item);
-    if (action == HAL_DROP_BACKUP && item.segment->state == HAL_ASLEEP_BACKED) dropped_.push_back(&item);
+    if (action != HAL_DROP_BACKUP) continue;
+    if (item.segment->state == HAL_ASLEEP_BACKED) dropped_.push_back(&item);
+    if (mapped) item.segment->backup.drop();  // a retained one, which nothing depends on
   }
   return {};
 }
@@ -137,13 +140,25 @@ Status Sleep::forward() {
   }
   const Stopwatch watch(&report_.copy_seconds);
   HAL_TRY(copy_and_release());
+  if (growth_ != nullptr && request_.arena->encodes()) growth_->stop_early();
   if (growth_ != nullptr) HAL_TRY(growth_->wait());
   HAL_TRY(release_discarded());
   if (growth_ != nullptr) growth_->keep();
+  learn();
   for (Item* item : offloaded_) item->end = HAL_ASLEEP_BACKED;
   for (Item* item : discarded_) item->end = HAL_ASLEEP_DISCARDED;
   for (Item* item : dropped_) item->end = HAL_ASLEEP_DISCARDED;
   return {};
+}
+
+void Sleep::learn() {
+  if (request_.arena == nullptr || !request_.arena->encodes()) return;
+  uint64_t plain = 0, stored = 0;
+  for (const Item* item : offloaded_) {
+    plain += item->segment->backup.bytes();
+    stored += item->segment->backup.stored_bytes();
+  }
+  request_.arena->learn(plain, stored);
 }
 
 // Takes the room of every backup before anything else is changed. A backup that a wake has retained is written again
@@ -155,13 +170,15 @@ Status Sleep::reserve_host() {
     Backup& backup = item->segment->backup;
     if (backup.arena() == request_.arena && backup.ranges() == item->live) {
       backup.mark_clean(item->clean);
-      continue;
+      // What is encoded anew has another size, so such a backup stays as a whole or not at all.
+      if (!request_.arena->encodes() || backup.clean_bytes() == backup.bytes()) continue;
     }
     backup.drop();
     fresh.push_back(item);
     for (const Range& range : item->live) bytes += range.size;
   }
-  if (bytes > 0) HAL_TRY(request_.arena->reserve(bytes, false, &growth_));
+  const bool encodes = request_.arena != nullptr && request_.arena->encodes();
+  if (bytes > 0 || (encodes && !offloaded_.empty())) HAL_TRY(request_.arena->reserve(bytes, false, &growth_));
   for (Item* item : fresh) {
     if (!item->live.empty()) item->segment->backup = Backup(request_.arena, item->live);
   }
@@ -171,7 +188,8 @@ Status Sleep::reserve_host() {
 // Keeps kLanes batches in flight: while one is released the next are being copied.
 Status Sleep::copy_and_release() {
   batches_ = make_batches(offloaded_);
-  if (request_.arena != nullptr) mover_ = Mover::make(primitives_, *request_.arena, Direction::ToBackup);
+  if (request_.arena != nullptr)
+    mover_ = Mover::make(primitives_, *request_.arena, Direction::ToBackup, {growth_.get()});
   for (size_t i = 0; i < batches_.size() + kLanes; ++i) {
     if (i >= kLanes) HAL_TRY(finish(i - kLanes));
     if (i < batches_.size()) HAL_TRY(start(i));

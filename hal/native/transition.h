@@ -13,8 +13,8 @@ struct Item {
   hal_segment_order* order = nullptr;
   std::vector<Range> live;   // sleep: what has to be kept
   std::vector<Range> clean;  // sleep: what a retained backup has already
-  bool copied = false;      // sleep: its backup is whole
-  bool touched = false;     // wake: its mapping has begun
+  bool copied = false;       // sleep: its backup is whole
+  bool touched = false;      // wake: its mapping has begun
   hal_segment_state end = HAL_MAPPED;
 };
 

@@ -114,6 +114,8 @@ class VmmDevice {
   int32_t host_register(void* host, uint64_t size);
   int32_t host_unregister(void* host);
   bool is_capturing(void* stream);
+  // The copy stream of that number, made at its first use: a device that is only measured gets none.
+  int32_t copy_stream(uint32_t number, void** out);
 
  protected:
   static constexpr uint32_t kStreams = 2;  // one for each direction, so that copies both ways can overlap
@@ -132,8 +134,6 @@ class VmmDevice {
   // Runs `call` with this device current and with capture restrictions off for this thread, and puts both back.
   template <typename Call>
   int32_t on_device(Call&& call);
-  // The copy stream of that number, made at its first use: a device that is only measured gets none.
-  int32_t copy_stream(uint32_t number, void** out);
 
   std::mutex streams_mutex_;
   std::array<std::atomic<void*>, kStreams> streams_{};

@@ -55,8 +55,9 @@ class Wake {
   std::vector<Item*> backed_, empty_;
   std::vector<std::vector<Item*>> batches_;
   std::vector<std::pair<Arena*, std::unique_ptr<Mover>>> movers_;
-  std::vector<Item*> reused_;  // their physical memory is not fresh from the driver
-  uint64_t needed_ = 0;        // bytes of device memory
+  std::vector<Item*> reused_;    // their physical memory is not fresh from the driver
+  uint64_t needed_ = 0;          // bytes of device memory
+  uint64_t spare_ = UINT64_MAX;  // of device memory beyond that, as far as is known
 };
 
 void Wake::plan() {
@@ -67,6 +68,9 @@ void Wake::plan() {
     needed_ += segment.size - physical_bytes(segment);
     (segment.backup.arena() != nullptr ? backed_ : empty_).push_back(&item);
   }
+  uint64_t free_bytes = 0, total = 0;
+  const bool known = primitives_.has(HAL_FACT_FREE_TRUTHFUL) && primitives_.memory_info(&free_bytes, &total).ok();
+  if (known) spare_ = free_bytes - std::min(free_bytes, needed_);
 }
 
 Status Wake::forward() {
@@ -124,7 +128,7 @@ Mover& Wake::mover(Arena* arena) {
   for (auto& [of, made] : movers_) {
     if (of == arena) return *made;
   }
-  movers_.emplace_back(arena, Mover::make(primitives_, *arena, Direction::ToDevice));
+  movers_.emplace_back(arena, Mover::make(primitives_, *arena, Direction::ToDevice, {nullptr, spare_}));
   return *movers_.back().second;
 }
 

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from hal.core import BackupOptions, SleepManager
+from hal.core import BackupOptions, Policy, SleepManager
 from hal.core.kernels.fingerprint import why_not
 from hal.errors import BackupCorrupted, HalError, HookError, HostMemoryError
 from hal.platform import Platform
 from support import MIB, fill, hold, large, pattern
 
-SIZE = 24 * MIB
+SIZE = 12 * MIB
 
 
 class Make(Protocol):
@@ -105,23 +105,20 @@ def test_trimming_between_two_sleeps_costs_a_copy_and_nothing_else(sleeper: Slee
 
 
 def test_a_retained_backup_makes_room_when_host_memory_is_short(manager: Make) -> None:
-    options = BackupOptions(backing="anonymous", retain=True, budget=SIZE + 6 * MIB)
+    size = max(SIZE, large())
+    options = BackupOptions(backing="anonymous", retain=True, budget=size + size // 2)
     sleeper = manager(backup=options)
-    weights = fill(sleeper, "weights", 1, SIZE)
-    sleeper.sleep(level=1)
+    weights, state = fill(sleeper, "weights", 1, size), fill(sleeper, "runtime", 2, size)
+    sleeper.sleep(policy={"weights": Policy.OFFLOAD})
     sleeper.wake_up()
-    del weights
-    gc.collect()
-    other = fill(sleeper, "other", 2, large()), fill(sleeper, "other", 3, large())
-    if 2 * large() > SIZE:
-        pytest.skip("the platform's segments are larger than this budget")
-    keeper = fill(sleeper, "weights", 4, SIZE // 2)
-    assert sleeper.plan_sleep().fits
-    sleeper.sleep(level=1)
+    assert sleeper.backup_bytes == size
+    only_state = {"runtime": Policy.OFFLOAD}
+    assert sleeper.plan_sleep(policy=only_state).fits
+    sleeper.sleep(policy=only_state)
+    assert sleeper.backup_bytes == size, "that of the weights made room"
     sleeper.wake_up()
-    assert torch.equal(other[0], pattern(large(), 2))
-    assert torch.equal(other[1], pattern(large(), 3))
-    assert torch.equal(keeper, pattern(SIZE // 2, 4))
+    assert torch.equal(weights, pattern(size, 1))
+    assert torch.equal(state, pattern(size, 2))
 
 
 def test_what_fits_not_even_without_retained_backups_is_refused(manager: Make) -> None:

@@ -6,11 +6,12 @@ import functools
 import os
 from typing import ClassVar
 
-from emulator import emucuda, emuhip, emuze
+from emulator import emucuda, emuhip, emunvcomp, emuze
 from hal.capabilities import capabilities_from
 from hal.cpu.platform import CpuPlatform
-from hal.native import Device
-from hal.platform import Capabilities, Flag, PoolNesting
+from hal.cuda import nvcomp
+from hal.native import Codec, Device
+from hal.platform import Capabilities, Flag, Platform, PoolNesting
 from hal.pools import probe_nesting
 
 CAPACITY = 1 << 30
@@ -61,6 +62,11 @@ class EmulatedCudaPlatform(CpuPlatform):
         """Let the driver find its emulated library."""
         os.environ["HAL_LIBCUDA"] = str(emulated_cuda().path)
 
+    def codec(self, name: str, kind: str) -> Codec:
+        """The real driver's codec, over an emulated nvCOMP."""
+        os.environ[nvcomp.VARIABLE] = str(emunvcomp.build())
+        return nvcomp.codec(name, kind)
+
     def _capabilities(self, index: int) -> Capabilities:
         no_graphs = Flag(False, "the emulator records no graphs")
         return capabilities_from(self, index, probe_nesting(self, index), "probed", no_graphs)
@@ -82,6 +88,9 @@ class EmulatedRocmPlatform(EmulatedCudaPlatform):
     ) -> None:
         super().__init__(nesting, capacity=capacity, dirty=dirty)
         self._quirks = quirks
+
+    def codec(self, name: str, kind: str) -> Codec:
+        return Platform.codec(self, name, kind)
 
     def _prepare(self) -> None:
         runtime = emulated_hip()
@@ -116,6 +125,9 @@ class EmulatedXpuPlatform(CpuPlatform):
     ) -> None:
         super().__init__(nesting, claims=claims, tag_from_scope=tag_from_scope)
         self._capacity, self._dirty = capacity, dirty
+
+    def codec(self, name: str, kind: str) -> Codec:
+        return Platform.codec(self, name, kind)
 
     def _open(self, index: int) -> Device:
         emulator = emulated_xpu()

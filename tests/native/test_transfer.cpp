@@ -165,6 +165,33 @@ TEST(what_a_retained_backup_has_is_not_copied_again) {
   }
 }
 
+TEST(encoded_backups_survive_cycles) {
+  for (const Case& c : kCases) {
+    Machine m;
+    hal_arena* arena = m.make_arena(c.backing, 0, c.verify, "zstd");
+    constexpr uint64_t kSize = 5 * MiB;
+    const uint64_t plain = m.allocate(kSize), easy = m.allocate(kSize), mixed = m.allocate(kSize);
+    std::vector<hal_segment_order> orders = {order(plain, HAL_OFFLOAD), order(easy, HAL_OFFLOAD),
+                                             order(mixed, HAL_OFFLOAD)};
+    hal_transfer_report report;
+    for (uint64_t cycle = 0; cycle < 3; ++cycle) {
+      write_pattern(plain, kSize, cycle);
+      std::memset(reinterpret_cast<void*>(easy), static_cast<int>(cycle + 1), kSize);
+      write_pattern(mixed, kSize / 2, cycle + 7);
+      std::memset(reinterpret_cast<void*>(mixed + kSize / 2), 0x55, kSize / 2);
+      sleep_all(m, arena, orders, &report);
+      CHECK_EQ(report.copied_bytes, 3 * kSize);
+      CHECK(report.host_bytes < 2 * kSize);
+      wake_all(m, arena, orders, -1, cycle == 1 ? 1 : 0);
+      CHECK(has_pattern(plain, kSize, cycle));
+      CHECK(all_bytes(easy, kSize, static_cast<uint8_t>(cycle + 1)));
+      CHECK(has_pattern(mixed, kSize / 2, cycle + 7));
+      CHECK(all_bytes(mixed + kSize / 2, kSize / 2, 0x55));
+      CHECK_EQ(stats_of(arena).used_bytes > 0, cycle == 1);
+    }
+  }
+}
+
 TEST(a_sleeping_segment_can_give_up_its_backup) {
   Machine m;
   hal_arena* arena = m.make_arena(HAL_ANONYMOUS);
