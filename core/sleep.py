@@ -585,6 +585,7 @@ class SleepManager:
         """Refuse, before anything changes, what is known not to lead to a parked process."""
         if not self.capabilities.park:
             raise Unsupported("parking", self.platform.name, self.capabilities.park.reason)
+        give_torch_cache_back(self.platform)  # pools that nobody needs go with it
         going = [m for m, policy in actions.items() if policy is not Policy.KEEP]
         segments = [s for managed in going for s in managed.pool.segments()]
         releasing = sum(s.size for s in segments if not is_asleep(s.state))

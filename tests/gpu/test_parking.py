@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -44,12 +44,12 @@ def used(sleeper: SleepManager) -> int:
 
 
 @pytest.fixture
-def others(sleeper: SleepManager) -> Iterator[int]:
+def others(sleeper: SleepManager) -> int:
     """What is in use on the device without this process's context and pools, at most."""
     held = sleeper.platform.get_memory_info().process_used
     if held is None:
         pytest.skip("NVML does not tell this process's memory from that of others")
-    yield used(sleeper) - held
+    return used(sleeper) - held
 
 
 class Graph:
@@ -145,9 +145,11 @@ def test_a_parked_process_waits_for_device_memory(sleeper: SleepManager) -> None
     assert torch.equal(weights, pattern(2 * GIB, 1))
 
 
-def test_parking_alone_takes_memory_outside_the_pools(sleeper: SleepManager) -> None:
+def test_parking_takes_memory_outside_the_pools(sleeper: SleepManager) -> None:
+    weights = fill(sleeper, "weights", 1)
     outside = hold(torch.arange(64 * MIB, dtype=torch.int32))
     report = sleeper.sleep(park=True)
     assert report.parked_host_bytes >= outside.nbytes
     sleeper.wake_up()
     assert torch.equal(outside, torch.arange(64 * MIB, dtype=torch.int32))
+    assert torch.equal(weights, pattern(3 * MIB, 1))
