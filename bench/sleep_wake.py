@@ -29,7 +29,6 @@ from pools import ACCELERATOR, HOST, KV_WAKE_MILLISECONDS
 from subjects import PARTS, PEERS, SUBJECTS, Spec, nvidia_library
 
 import hal
-from hal.native import host_memory
 
 SCHEMA_VERSION = 1
 MIB, GIB = 1 << 20, 1 << 30
@@ -98,14 +97,22 @@ def run(spec: Spec, watch: Watch) -> dict[str, Any]:
     try:
         return _converse(process, watch, before)
     finally:
-        process.kill()
-        process.wait()
+        _end(process)
 
 
 def _why_no_peers(spec: Spec, watch: Watch) -> str | None:
     if not watch.on_device:
         return "peers need an accelerator"
     return None if spec.peers else "no folder of peers was given (--peers)"
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Wait until a process and what it holds on the device are gone."""
+    try:
+        process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _converse(
@@ -176,6 +183,7 @@ def rates(result: Mapping[str, Any], name: str, cycles: slice = slice(None)) -> 
 
 
 FIRST, LATER = slice(1), slice(1, None)
+LINKS = "link", "link again"
 
 
 def residual(result: Mapping[str, Any]) -> float | None:
@@ -185,8 +193,8 @@ def residual(result: Mapping[str, Any]) -> float | None:
 
 
 def host_ratio(result: Mapping[str, Any]) -> float | None:
-    """Host memory that the first sleep took, a byte of tensors: as the kernel tells it, which counts
-    what a driver pins too, or what the subject says that it holds, if that is more.
+    """Host memory that the first sleep took, a byte of tensors: as the kernel tells it, with what a
+    driver pins, or what the subject says that it holds, if that is more.
     """
     awake, cycles = result.get("awake"), result.get("cycles")
     if not awake or not cycles:
@@ -199,7 +207,7 @@ def host_ratio(result: Mapping[str, Any]) -> float | None:
 def figures_of(results: Results) -> list[Figure]:
     """What the run is held against; a figure whose subject was skipped is left out."""
     link_out, link_in = (
-        tuple(rate / 1e9 for name in ("link", "link again") for rate in results[name].get(way, ()))
+        tuple(rate / 1e9 for name in LINKS for rate in results.get(name, {}).get(way, ()))
         for way in ("out", "in")
     )
     measured = {key: result for key, result in results.items() if "cycles" in result}
@@ -342,6 +350,7 @@ def measure(options: argparse.Namespace) -> Results:
     for spec in plans(options, base):
         results[key_of(spec)] = run(spec, watch)
         print(f"{key_of(spec)}: {summary(results[key_of(spec)])}", flush=True)
+        save(options, results)
     results["link again"] = run(base, watch)
     return results
 
@@ -375,26 +384,39 @@ def main() -> int:
     return finish(options, results, figures)
 
 
+def _failed(results: Results) -> list[str]:
+    return [key for key, result in results.items() if "failed" in result]
+
+
+def _missed(figures: Sequence[Figure]) -> list[str]:
+    return [figure.name for figure in figures if figure.met is False]
+
+
+def save(options: argparse.Namespace, results: Results) -> None:
+    """Write what there is so far: a run that is cut short leaves it."""
+    if not options.json:
+        return
+    figures = figures_of(results)
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "bench": "sleep_wake",
+        "passed": not _failed(results) and not _missed(figures),
+        "environment": results["link"].get("environment"),
+        "settings": {name: str(value) for name, value in vars(options).items()},
+        "figures": [figure.as_dict() for figure in figures],
+        "results": results,
+    }
+    options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
 def finish(options: argparse.Namespace, results: Results, figures: Sequence[Figure]) -> int:
     """Print the table, write the files, and return the exit status: 1 where anything failed."""
-    failed = [key for key, result in results.items() if "failed" in result]
-    missed = [figure.name for figure in figures if figure.met is False]
+    failed, missed = _failed(results), _missed(figures)
     table = markdown(results, figures)
     print(table)
     if options.markdown:
         options.markdown.write_text(table)
-    if options.json:
-        report = {
-            "schema_version": SCHEMA_VERSION,
-            "bench": "sleep_wake",
-            "passed": not failed and not missed,
-            "environment": results["link"].pop("environment", None),
-            "settings": {name: str(value) for name, value in vars(options).items()},
-            "host_available": host_memory().available,
-            "figures": [figure.as_dict() for figure in figures],
-            "results": results,
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    save(options, results)
     print(f"MISSED: {', '.join(missed)}" if missed else "no target missed")
     if failed:
         print(f"FAILED: {', '.join(failed)}")

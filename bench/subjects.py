@@ -246,10 +246,8 @@ def observe(label: str) -> dict[str, Any]:
 
 
 def device_of(spec: Spec) -> torch.device:
-    device = torch.device("cpu")
-    if torch.accelerator.is_available() and spec.platform != "cpu":
-        device = torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
-    return device
+    found = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if found is None or spec.platform == "cpu" else found
 
 
 def synchronize(device: torch.device) -> None:
