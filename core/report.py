@@ -12,7 +12,7 @@ from hal.core.tags import Policy
 from hal.native import OrderResult, SegmentState, TransferReport
 
 SCHEMA_VERSION = 1
-_GIB = 1 << 30
+_MIB, _GIB = 1 << 20, 1 << 30
 
 
 def rate_text(size: int, seconds: float) -> str:
@@ -133,13 +133,27 @@ class SleepReport(_Report):
 
     level: int | None = None
     residual: tuple[Residual, ...] = ()
+    """What stayed once the tags were away; parking takes it off the device."""
+    park_seconds: float | None = None
+    """How long parking took, after `seconds`; None when the process was not parked."""
+    parked_residual: int | None = None
+    """Device memory that the parked process still holds; None when it is unknown or not parked."""
+    parked_host_bytes: int = 0
+    """The driver's copies of the parked process, in host memory."""
 
     def __str__(self) -> str:
         what = f"level {self.level}" if self.level is not None else "policy"
         return (
             f"slept ({what}): released {rate_text(self.total_bytes, self.seconds)} "
-            f"[{self._tag_text() or 'nothing to do'}]"
+            f"[{self._tag_text() or 'nothing to do'}]{self._parked_text()}"
         )
+
+    def _parked_text(self) -> str:
+        if self.park_seconds is None:
+            return ""
+        left = self.parked_residual
+        rest = "" if left is None else f", {left / _MIB:.0f} MiB left on the device"
+        return f"; parked in {self.park_seconds * 1e3:.0f} ms{rest}"
 
 
 @dataclass(frozen=True)
@@ -147,9 +161,13 @@ class WakeReport(_Report):
     """What a wake did; `bytes` of a tag is device memory taken."""
 
     still_asleep: tuple[str, ...] = ()
+    unpark_seconds: float | None = None
+    """How long the way back of a parked process took, before `seconds`; None when it was not."""
 
     def __str__(self) -> str:
         rest = f"; still asleep: {', '.join(self.still_asleep)}" if self.still_asleep else ""
+        if self.unpark_seconds is not None:
+            rest += f"; unparked in {self.unpark_seconds * 1e3:.0f} ms"
         return (
             f"woke: took {rate_text(self.total_bytes, self.seconds)} "
             f"[{self._tag_text() or 'nothing to do'}]{rest}"

@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from hal.core.backup import BackupOptions
 from hal.core.contents import Contents, Tensors, named_tensors
 from hal.core.hooks import Hook, Hooks
+from hal.core.parking import NOT_PARKED, PROCESS
 from hal.core.pool_set import (
     ManagedPool,
     PoolOrders,
@@ -72,6 +74,8 @@ class State(enum.Enum):
     AWAKE = "awake"
     PARTLY_AWAKE = "partly awake"
     ASLEEP = "asleep"
+    PARKED = "parked"
+    """Asleep with the driver's own state of the process off the device too."""
 
 
 class SleepManager:
@@ -109,6 +113,7 @@ class SleepManager:
         self._hooks = Hooks()
         self._transfer = Transfer(platform, self.device_index, self.backup, debug=debug)
         self._sleeping: dict[str, Policy] = {}
+        self._asleep_bytes: dict[str, int] = {}
         self._graph_bytes = 0
         self._wakes = 0
         self._lock = threading.RLock()
@@ -174,7 +179,11 @@ class SleepManager:
             "all-reduce kernels off",
         )
 
+    def _refuse_parked(self) -> None:
+        PROCESS.refuse_parked(tuple(self._sleeping))
+
     def _refuse_asleep(self, tag: str) -> None:
+        self._refuse_parked()
         if tag in self._sleeping:
             raise AsleepError([tag], "its pool cannot allocate")
 
@@ -195,6 +204,7 @@ class SleepManager:
         """The scope around KV initialisation: see `KVInitScope`."""
         from hal.core.kv_init import KVInitScope
 
+        self._refuse_parked()
         return KVInitScope(self, nesting=nesting, strict=strict)
 
     # -- state
@@ -202,6 +212,8 @@ class SleepManager:
     @property
     def state(self) -> State:
         with self._lock:
+            if PROCESS.parked:
+                return State.PARKED
             if not self._sleeping:
                 return State.AWAKE
             return State.PARTLY_AWAKE if self._awake_tags() else State.ASLEEP
@@ -247,6 +259,7 @@ class SleepManager:
     def require_awake(self, *tags: str) -> None:
         """Raise `AsleepError` or `DirtyError` unless the tags (none given: all) may be used."""
         with self._lock:
+            self._refuse_parked()
             wanted = tag_list(tags, self._pools.tags) if tags else self._pools.tags
             if asleep := [tag for tag in wanted if tag in self._sleeping]:
                 raise AsleepError(asleep)
@@ -290,6 +303,7 @@ class SleepManager:
 
     def live_blocks(self, tag: str) -> list[tuple[int, int]]:
         """(address, size) in bytes of the blocks of a tag that hold something."""
+        self._refuse_parked()
         return self._pools.blocks(tag)
 
     def before_sleep(self, hook: Hook, name: str | None = None) -> None:
@@ -312,6 +326,7 @@ class SleepManager:
     ) -> SleepPlan:
         """What `sleep` with these arguments would release and need; changes nothing."""
         with self._lock:
+            self._refuse_parked()
             pools = self._sleep_orders(self._resolve(level, policy), trim=False)
             needed = sum(pool.host_bytes for pool in pools)
             asleep = sum(s.backup_bytes for s in self._pools.segments() if is_asleep(s.state))
@@ -322,6 +337,7 @@ class SleepManager:
     def plan_wake_up(self, tags: str | Iterable[str] | None = None) -> WakePlan:
         """What `wake_up` with these arguments would take and whether it fits; changes nothing."""
         with self._lock:
+            self._refuse_parked()
             targets = self._wake_targets(tags)
             plans = [self._wake_tag_plan(tag) for tag in targets]
             needed = sum(plan.bytes for plan in plans)
@@ -349,25 +365,41 @@ class SleepManager:
 
     # -- sleep
 
-    def sleep(self, level: int = 1, *, policy: Mapping[str, Policy] | None = None) -> SleepReport:
+    def sleep(
+        self,
+        level: int = 1,
+        *,
+        policy: Mapping[str, Policy] | None = None,
+        park: bool = False,
+    ) -> SleepReport:
         """Put tags to sleep by a level, or by a policy a tag (a tag that it does not name is kept).
 
         Tags already asleep keep their first policy. Raises `HostMemoryError`, `StateError` inside
         an open scope, `UnknownTagError`, `HookError`, and the driver's typed errors; then
         everything is awake as before.
+
+        `park` then takes the driver's own state of this process off the device, which needs every
+        tag asleep: until `wake_up()` returns nothing in this process may call the driver. Raises
+        `Unsupported`, `StateError` and `HostMemoryError` before anything changed. A process that
+        could not be parked after its tags went to sleep is told by a note of the error and stays
+        asleep, or, with a group, is awake again.
         """
         with self._in_transition("sleep"):
+            chosen = None if policy is not None else level
             actions = self._resolve(level, policy)
+            if PROCESS.parked:
+                return self._parked_report(self._nothing_slept(len(actions) or 1, chosen))
             before = self.sleeping_tags
             return self._as_one_group(
                 "sleep",
-                lambda: self._sleep(actions, None if policy is not None else level),
-                lambda: self._wake(tuple(self.sleeping_tags - before), 0.0),
+                lambda: (self._sleep_and_park if park else self._sleep)(actions, chosen),
+                lambda: self._unpark_and_wake(tuple(self.sleeping_tags - before), 0.0),
             )
 
     def discard(self, tags: str | Iterable[str]) -> SleepReport:
         """Give up contents and memory of these tags, and the backups of those that sleep."""
         with self._in_transition("discard"):
+            self._refuse_parked()
             wanted = tag_list(tags, self._pools.tags)
             actions = {m: Policy.DISCARD for m in self._pools if m.tag in wanted}
             return self._sleep(actions, None, drop_backups=True)
@@ -532,6 +564,88 @@ class SleepManager:
             residual=self._residual(usage),
         )
 
+    # -- parking
+
+    def _sleep_and_park(
+        self, actions: Mapping[ManagedPool, Policy], level: int | None
+    ) -> SleepReport:
+        before = self.sleeping_tags
+        self._check_park(actions)
+        report = self._sleep(actions, level)
+        try:
+            self._park()
+        except HalError as error:
+            if PROCESS.parked is None and self._group is not None:  # as the other ranks will be
+                self._wake(tuple(self.sleeping_tags - before), 0.0)
+            elif PROCESS.parked is None:
+                error.add_note(NOT_PARKED)
+            raise
+        return self._parked_report(report)
+
+    def _check_park(self, actions: Mapping[ManagedPool, Policy]) -> None:
+        """Refuse, before anything changes, what is known not to lead to a parked process."""
+        if not self.capabilities.park:
+            raise Unsupported("parking", self.platform.name, self.capabilities.park.reason)
+        give_torch_cache_back(self.platform)  # pools that nobody needs go with it
+        going = [m for m, policy in actions.items() if policy is not Policy.KEEP]
+        segments = [s for managed in going for s in managed.pool.segments()]
+        releasing = sum(s.size for s in segments if not is_asleep(s.state))
+        kept = set(self._awake_tags()) - {managed.tag for managed in going}
+        PROCESS.prepare(self.platform, releasing, ", ".join(sorted(kept)))
+        copies = sum(pool.host_bytes for pool in self._sleep_orders(actions, trim=False))
+        stats = self._transfer.stats()
+        fresh = 0 if self._backs_up_to_file else max(0, copies - (stats.held - stats.used))
+        PROCESS.check_host(PROCESS.residual(releasing) + fresh, self._budget_left)
+
+    @property
+    def _backs_up_to_file(self) -> bool:
+        return bool(self.backup.backing and self.backup.backing.startswith("file:"))
+
+    @property
+    def _budget_left(self) -> int | None:
+        """What the host budget leaves for the driver's copies; None without one for memory."""
+        if self.backup.budget is None or self._backs_up_to_file:
+            return None
+        return max(0, self.backup.budget - self._transfer.stats().used)
+
+    def _park(self) -> None:
+        """Park; what the wake will take is noted now, since nothing can be asked while parked."""
+        give_torch_cache_back(self.platform)
+        self._asleep_bytes = {
+            tag: sum(s.size for s in self._pools.segments(tag) if is_asleep(s.state))
+            for tag in self._sleeping
+        }
+        PROCESS.check_host(PROCESS.residual(), self._budget_left)
+        PROCESS.park()
+
+    @staticmethod
+    def _nothing_slept(skipped: int, level: int | None) -> SleepReport:
+        return SleepReport(**timings(NOTHING_MOVED), tags=(), skipped=skipped, level=level)
+
+    def _parked_report(self, report: SleepReport) -> SleepReport:
+        parked = PROCESS.parked
+        if parked is None:
+            return report
+        return replace(
+            report,
+            park_seconds=parked.seconds,
+            parked_residual=parked.residual,
+            parked_host_bytes=parked.host_bytes,
+        )
+
+    def _unpark_and_wake(self, targets: tuple[str, ...], wait_for_memory: float) -> WakeReport:
+        if not PROCESS.parked:
+            return self._wake(targets, wait_for_memory)
+        deadline = time.monotonic() + wait_for_memory
+        needed = sum(self._asleep_bytes.get(tag, 0) for tag in targets)
+        seconds = PROCESS.unpark({self.device_index: needed}, deadline)
+        try:
+            report = self._wake(targets, max(0.0, deadline - time.monotonic()))
+        except HalError as error:
+            error.add_note(NOT_PARKED)
+            raise
+        return replace(report, unpark_seconds=seconds)
+
     # -- wake
 
     def wake_up(
@@ -544,15 +658,20 @@ class SleepManager:
 
         `wait_for_memory`: seconds to wait for enough free device memory. Raises
         `OutOfDeviceMemory`, `HookError`, `BackupCorrupted`, `UnknownTagError` and the driver's
-        typed errors; then it is asleep as before, backups whole.
+        typed errors; then it is asleep as before, backups whole. A parked process comes back first:
+        when that lacks memory it stays parked, when the rest fails it is asleep and not parked, and
+        `ProcessLost` is the one end without a way back.
         """
         with self._in_transition("wake_up"):
             targets = self._wake_targets(tags)
+            if PROCESS.parked and tags is not None and not targets:
+                return self._wake_report(NOTHING_MOVED, [], skipped=1)
             policies = {m: self._sleeping[m.tag] for m in self._pools if m.tag in targets}
+            again = self._sleep_and_park if PROCESS.parked else self._sleep
             return self._as_one_group(
                 "wake_up",
-                lambda: self._wake(targets, wait_for_memory or 0.0),
-                lambda: self._sleep(policies, None),
+                lambda: self._unpark_and_wake(targets, wait_for_memory or 0.0),
+                lambda: again(policies, None),
             )
 
     def _wake(self, targets: tuple[str, ...], wait_for_memory: float) -> WakeReport:
@@ -666,11 +785,13 @@ class SleepManager:
     def prepare(self, size: int) -> None:
         """Take host memory for backups of `size` bytes now instead of at the next sleep."""
         with self._lock:
+            self._refuse_parked()
             self._transfer.arena.prepare(size)
 
     def trim_host(self) -> int:
         """Give host memory that holds no backup back to the system; returns bytes."""
         with self._lock:
+            self._refuse_parked()
             return self._transfer.trim()
 
     # -- life
@@ -697,6 +818,7 @@ class SleepManager:
         would be lost.
         """
         with self._lock:
+            self._refuse_parked()
             live = [tag for tag in self._sleeping if self._pools.blocks(tag)]
             if live:
                 raise StateError(

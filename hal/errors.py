@@ -98,7 +98,7 @@ class AsleepError(StateError):
 
     def __init__(self, tags: Iterable[str], detail: str = "") -> None:
         self.tags = tuple(sorted(tags))
-        names = ", ".join(repr(tag) for tag in self.tags)
+        names = ", ".join(repr(tag) for tag in self.tags) or "everything"
         super().__init__(f"asleep: {names}{f' ({detail})' if detail else ''}; call wake_up() first")
 
 

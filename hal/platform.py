@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import enum
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hal.memory import MemoryInfo, TorchUsage
     from hal.native import Codec, Device
     from hal.pools import Pool
+    from hal.process_checkpoint import ProcessCheckpoint
 
 
 class PoolNesting(enum.Enum):
@@ -144,6 +145,12 @@ class Platform(abc.ABC):
         """
         raise Unsupported(f"compress={name!r}", self.name, "no codec works on its memory")
 
+    def process_checkpoint(self) -> ProcessCheckpoint:
+        """How the driver's own state of this process goes off the devices that are open; raises
+        `Unsupported`, as where the capability `park` is "no".
+        """
+        raise Unsupported("parking", self.name, self.capabilities.park.reason)
+
     @abc.abstractmethod
     def _open(self, index: int) -> Device:
         """Open the native device."""
@@ -162,6 +169,11 @@ class Platform(abc.ABC):
             if index not in self._devices:
                 self._devices[index] = self._open(index)
             return self._devices[index]
+
+    def open_devices(self) -> Mapping[int, Device]:
+        """The devices that were opened so far, by index."""
+        with self._lock:
+            return dict(self._devices)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -13,6 +13,7 @@ from hal.platform import Capabilities, Flag, Platform
 from hal.pools import probe_nesting
 
 if TYPE_CHECKING:
+    from hal.cuda.checkpoint import CudaCheckpoint
     from hal.torch_pool import ProcessScopes, TorchMemory, TorchPool
 
 
@@ -66,6 +67,11 @@ class CudaPlatform(Platform):
 
     def codec(self, name: str, kind: str) -> Codec:
         return nvcomp.codec(name, kind)
+
+    def process_checkpoint(self) -> CudaCheckpoint:
+        from hal.cuda.checkpoint import CudaCheckpoint
+
+        return CudaCheckpoint(self.open_devices())
 
     def _open(self, index: int) -> Device:
         count = telemetry.device_count()

@@ -57,6 +57,17 @@ def memory_info(
     return MemoryInfo(None, None, None, "none", False, "; ".join(reasons), tracked=tracked)
 
 
+def management_memory(index: int, device_id: str | None) -> MemoryInfo:
+    """Memory of an opened device without a call of its driver, which may be locked; raises nothing.
+
+    `device_id` is the UUID or PCI address that the opened device gave.
+    """
+    try:
+        return _nvml.memory(index, device_id, None)
+    except Exception as error:  # noqa: BLE001 - whatever NVML raises, the figures are unknown
+        return MemoryInfo(None, None, None, "none", False, f"NVML: {error}")
+
+
 def _of_device(source: str, tracked: int | None, free: int, total: int) -> MemoryInfo:
     reason = "it does not tell what one process uses"
     return MemoryInfo(total, free, None, source, False, f"{source}: {reason}", tracked=tracked)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hal.core import BackupOptions, SleepManager
+from hal.core import BackupOptions, SleepManager, parking, sleep
+from hal.core.parking import ProcessParking
 from hal.platform import Platform
 from support import TARGETS, Target, release_held
 
@@ -82,3 +83,16 @@ def manager(platform: Platform) -> Iterator[Callable[..., SleepManager]]:
 @pytest.fixture
 def sleeper(manager: Callable[..., SleepManager]) -> SleepManager:
     return manager()
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessParking]:
+    """A parking of the test's own, and a folder in which emulated processes see each other: it is
+    found when a device is opened.
+    """
+    monkeypatch.setenv("EMUCUDA_PROCESSES", str(tmp_path))
+    own = ProcessParking()
+    for module in (parking, sleep):
+        monkeypatch.setattr(module, "PROCESS", own)
+    yield own
+    own.close()

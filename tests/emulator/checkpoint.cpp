@@ -1,5 +1,5 @@
-// The driver's process checkpoint as a state machine of this process alone: which calls are legal when, and nothing of
-// the device's contents. A call made while the process is locked fails instead of blocking, so that a test sees it.
+// The driver's process checkpoint as a state machine: which calls are legal when, and nothing of the device's contents.
+// A call made while the process is locked fails instead of blocking, so that a test sees it.
 #include <unistd.h>
 
 #include "codes.h"
@@ -9,8 +9,14 @@ using emu::Machine;
 
 namespace {
 
-int32_t change_state(int32_t process, emu::ProcessState from, emu::ProcessState to) {
-  return process == getpid() ? Machine::instance().change_process_state(from, to) : int32_t{emu::kInvalidValue};
+emu::Process* process_of(int32_t id) {
+  return id == getpid() ? Machine::instance().process() : emu::find_process(id);
+}
+
+int32_t change_state(int32_t id, int32_t from, int32_t to) {
+  emu::Process* const process = process_of(id);
+  if (process == nullptr) return emu::kNotInitialized;  // as for a process that does not use the driver
+  return process->state.compare_exchange_strong(from, to) ? int32_t{emu::kSuccess} : int32_t{emu::kIllegalState};
 }
 
 }  // namespace
@@ -34,8 +40,12 @@ int32_t cuCheckpointProcessCheckpoint(int32_t process, void*) {
   return change_state(process, emu::kLocked, emu::kCheckpointed);
 }
 
+// A restore that fails is final, as on a GPU.
 int32_t cuCheckpointProcessRestore(int32_t process, void*) {
-  COUNTED;
+  if (const int32_t code = Machine::instance().enter(__func__, emu::kNothing)) {
+    change_state(process, emu::kCheckpointed, emu::kFailed);
+    return code;
+  }
   return change_state(process, emu::kCheckpointed, emu::kLocked);
 }
 
@@ -44,10 +54,11 @@ int32_t cuCheckpointProcessUnlock(int32_t process, void*) {
   return change_state(process, emu::kLocked, emu::kRunning);
 }
 
-int32_t cuCheckpointProcessGetState(int32_t process, int32_t* state) {
+int32_t cuCheckpointProcessGetState(int32_t id, int32_t* state) {
   COUNTED;
-  if (process != getpid()) return emu::kInvalidValue;
-  *state = Machine::instance().process_state();
+  const emu::Process* const process = process_of(id);
+  if (process == nullptr) return emu::kNotInitialized;
+  *state = process->state;
   return emu::kSuccess;
 }
 

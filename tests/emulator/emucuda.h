@@ -10,6 +10,7 @@
  *   EMUCUDA_ATTRIBUTES=          device attributes that differ, as in "102=0,18=1"
  *   EMUCUDA_FAIL=                faults, as in "cuMemCreate:3:2,cuMemMap:1:999:-1" (call:nth:code[:times])
  *   EMUCUDA_IGNORE_HINTS=0       1: reservations never land at their hint
+ *   EMUCUDA_PROCESSES=           folder in which processes see each other's checkpoint states, a file each
  *   EMUCUDA_MIG=0                1: cuDeviceGetUuid_v2 names a MIG instance
  */
 #ifndef EMUCUDA_H

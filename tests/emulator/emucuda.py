@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as c
 import hashlib
 import shutil
+import struct
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,27 @@ class Stats(c.Structure):
         ("registered_bytes", c.c_uint64),
         ("sticky_error", c.c_int64),
     ]
+
+
+class EmulatedProcess:
+    """A process as the checkpoint calls of others see it: its file in `EMUCUDA_PROCESSES`."""
+
+    def __init__(self, folder: Path, pid: int) -> None:
+        self._file = folder / str(pid)
+
+    def _fields(self) -> tuple[int, int]:
+        state, refused = struct.unpack("ii", self._file.read_bytes())
+        return state, refused
+
+    @property
+    def state(self) -> int:
+        """0 running, 1 locked, 2 checkpointed, 3 failed."""
+        return self._fields()[0]
+
+    @property
+    def refused_calls(self) -> int:
+        """Driver calls that it made while it was not running: on a GPU they would have waited."""
+        return self._fields()[1]
 
 
 class EmulatedCuda:

@@ -32,7 +32,7 @@ Machine& Machine::instance() {
   return *machine;
 }
 
-Machine::Machine() : settings_(settings_from_environment()) {
+Machine::Machine() : settings_(settings_from_environment()), process_(own_process()) {
   faults.read_environment();
   for (int i = 0; i < kMaxDevices; ++i) {
     devices_[i].ordinal = i;
@@ -51,7 +51,10 @@ int32_t Machine::enter(const char* call, unsigned needs) {
   if (fault != kSuccess) return fault;
   if (needs == kNothing) return kSuccess;
   if (initialized_by_ == 0) return kNotInitialized;
-  if (process_state_ != kRunning) return kIllegalState;
+  if (process()->state != kRunning) {
+    ++process()->refused_calls;
+    return kIllegalState;
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   if ((needs & kContext) != 0) {
     if (current == nullptr) return kInvalidContext;
@@ -76,6 +79,7 @@ void Machine::reset() {
   faults.read_environment();
   memory.forget_double_releases();
   for (Device& device : devices_) device.sticky = kSuccess;
+  process_ = own_process();
 }
 
 Settings Machine::settings() const {
@@ -275,10 +279,6 @@ bool Machine::is_registered(uint64_t address, uint64_t size) const {
   if (next == registrations_.begin()) return false;
   const auto& [start, length] = *--next;
   return address + size <= start + length;
-}
-
-int32_t Machine::change_process_state(ProcessState from, ProcessState to) {
-  return process_state_.compare_exchange_strong(from, to) ? kSuccess : kIllegalState;
 }
 
 int32_t Machine::stats(int ordinal, emucuda_device_stats* out) {

@@ -12,6 +12,7 @@
 
 #include "emucuda.h"
 #include "memory.h"
+#include "processes.h"
 #include "settings.h"
 #include "streams.h"
 
@@ -24,8 +25,6 @@ struct Device {
   std::shared_ptr<Stream> default_stream;        // the legacy one
   std::vector<std::shared_ptr<Stream>> streams;  // destroyed ones too, until their work is done
 };
-
-enum ProcessState : int32_t { kRunning = 0, kLocked = 1, kCheckpointed = 2 };  // CUprocessState
 
 // What a call needs; `Machine::enter` checks it.
 enum Need : unsigned {
@@ -76,8 +75,8 @@ class Machine {
   int32_t unregister_host(uint64_t address);
   bool is_registered(uint64_t address, uint64_t size) const;
 
-  int32_t change_process_state(ProcessState from, ProcessState to);
-  ProcessState process_state() const { return process_state_.load(); }
+  // How this process looks to the checkpoint calls of others.
+  Process* process() const { return process_.load(); }
 
   int32_t stats(int ordinal, emucuda_device_stats* out);
 
@@ -98,7 +97,7 @@ class Machine {
   std::map<uint64_t, uint64_t> registrations_;
   uint64_t registered_bytes_ = 0;
   std::atomic<pid_t> initialized_by_{0};
-  std::atomic<ProcessState> process_state_{kRunning};
+  std::atomic<Process*> process_;
 };
 
 }  // namespace emu

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 from emulator import emucuda, emuhip, emunvcomp, emuze
 from hal.capabilities import capabilities_from
 from hal.cpu.platform import CpuPlatform
 from hal.cuda import nvcomp
+from hal.cuda.checkpoint import CudaCheckpoint
+from hal.memory import MemoryInfo
 from hal.native import Codec, Device
 from hal.platform import Capabilities, Flag, Platform, PoolNesting
 from hal.pools import probe_nesting
+from hal.process_checkpoint import ProcessCheckpoint
 
 CAPACITY = 1 << 30
 
@@ -49,11 +54,18 @@ class EmulatedCudaPlatform(CpuPlatform):
     ) -> None:
         super().__init__(nesting)
         self._capacity, self._dirty = capacity, dirty
+        self.emulated_total = 0
+        self.taken = 0
+        """Device memory that other processes hold, as the management library would tell."""
+
+    def process_checkpoint(self) -> ProcessCheckpoint:
+        return EmulatedCheckpoint(self) if self.capabilities.park else super().process_checkpoint()
 
     def _open(self, index: int) -> Device:
         emulator = emulated_cuda()
         emulator.reset()
-        emulator.set_capacity(emulator.stats(index).used_bytes + self._capacity, index)
+        self.emulated_total = emulator.stats(index).used_bytes + self._capacity
+        emulator.set_capacity(self.emulated_total, index)
         emulator.set_poison(self._dirty)
         self._prepare()
         return Device(self.name, index, self.options)
@@ -70,6 +82,29 @@ class EmulatedCudaPlatform(CpuPlatform):
     def _capabilities(self, index: int) -> Capabilities:
         no_graphs = Flag(False, "the emulator records no graphs")
         return capabilities_from(self, index, probe_nesting(self, index), "probed", no_graphs)
+
+
+class EmulatedCheckpoint(CudaCheckpoint):
+    """CUDA's checkpoint over the emulated libcuda, with memory figures as NVML would give them.
+
+    The context is worth `CONTEXT` bytes until the process is checkpointed; `taken` is what other
+    processes hold.
+    """
+
+    CONTEXT: ClassVar[int] = 64 << 20
+    SMALLEST: ClassVar[int] = 4 << 20
+
+    def __init__(self, platform: EmulatedCudaPlatform) -> None:
+        super().__init__(platform.open_devices())
+        self._platform = platform
+        self.process = emucuda.EmulatedProcess(Path(os.environ["EMUCUDA_PROCESSES"]), os.getpid())
+
+    def memory(self) -> Mapping[int, MemoryInfo]:
+        pools = emulated_cuda().stats().used_bytes
+        own = pools + (self.SMALLEST if self.process.state == 2 else self.CONTEXT)
+        total = self._platform.emulated_total + self.CONTEXT
+        free = total - own - self._platform.taken
+        return {0: MemoryInfo(total, free, own, "emulated", True)}
 
 
 class EmulatedRocmPlatform(EmulatedCudaPlatform):

@@ -129,7 +129,7 @@ TEST(a_sleeping_process_gives_its_memory_back) {
 TEST(a_directory_that_cannot_hold_backups_is_refused) {
   Machine m;
   hal_arena* arena = nullptr;
-  hal_arena_options options{HAL_FILE, 0, 0, 0, 0, "/nonexistent/directory"};
+  hal_arena_options options{HAL_FILE, 0, 0, 0, 0, "/nonexistent/directory", nullptr, nullptr, nullptr};
   CHECK_EQ(hal_arena_create(m.device, &options, &arena, &status), HAL_HOST_MEMORY);
   CHECK_EQ(status.code, ENOENT);
   CHECK(std::strstr(status.text, "/nonexistent/directory") != nullptr);
@@ -140,7 +140,7 @@ TEST(a_directory_that_cannot_hold_backups_is_refused) {
   options.backing = 7;
   CHECK_EQ(hal_arena_create(m.device, &options, &arena, &status), HAL_INVALID);
   if (!on_tmpfs_exists()) return;
-  options = {HAL_FILE, 0, 0, 0, 0, "/dev/shm"};
+  options = {HAL_FILE, 0, 0, 0, 0, "/dev/shm", nullptr, nullptr, nullptr};
   CHECK_EQ(hal_arena_create(m.device, &options, &arena, &status), HAL_HOST_MEMORY);
   CHECK(std::strstr(status.text, "tmpfs") != nullptr);
 }
@@ -265,7 +265,7 @@ TEST(r71_pinning_that_the_platform_lacks_is_a_fallback_or_an_error) {
   Machine m;
   hal_arena* arena = m.make_arena(HAL_PINNED);
   CHECK_EQ(stats_of(arena).fell_back, 1);
-  const hal_arena_options options{HAL_PINNED, 0, 1, 0, 0, nullptr};
+  const hal_arena_options options{HAL_PINNED, 0, 1, 0, 0, nullptr, nullptr, nullptr, nullptr};
   CHECK_EQ(hal_arena_create(m.device, &options, &arena, &status), HAL_UNSUPPORTED);
   CHECK(std::strstr(status.text, "pin") != nullptr);
 }

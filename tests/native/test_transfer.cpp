@@ -168,7 +168,7 @@ TEST(what_a_retained_backup_has_is_not_copied_again) {
 TEST(encoded_backups_survive_cycles) {
   for (const Case& c : kCases) {
     Machine m;
-    hal_arena* arena = m.make_arena(c.backing, 0, c.verify, "zstd");
+    hal_arena* arena = m.make_arena(c.backing, 0, c.verify, false, "zstd");
     constexpr uint64_t kSize = 5 * MiB;
     const uint64_t plain = m.allocate(kSize), easy = m.allocate(kSize), mixed = m.allocate(kSize);
     std::vector<hal_segment_order> orders = {order(plain, HAL_OFFLOAD), order(easy, HAL_OFFLOAD),
