@@ -92,6 +92,10 @@ class Transfer:
                 stacklevel=2,
             )
 
+    def configure(self, options: BackupOptions) -> None:
+        """Follow other options from the next transition on; the arena stays where it is."""
+        self._options = options
+
     # -- transitions
 
     def to_sleep(self, orders: Sequence[Order]) -> TransferReport:
