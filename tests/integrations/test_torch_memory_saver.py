@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -349,6 +350,36 @@ def test_retained_backups_stay_readable_after_a_resume(
     assert saver.get_cpu_backup(tensor) is None
 
 
+def test_host_memory_goes_at_the_resume_unless_it_is_retained(saver: TorchMemorySaver) -> None:
+    tensor = filled(saver, 28, enable_cpu_backup=True)
+    sleeper = saver._started().of(cpu=True, disk=False, backend=None).sleeper
+    saver.pause()
+    assert sleeper.held_bytes >= tensor.nbytes
+    saver.resume()
+    assert sleeper.held_bytes == 0
+    saver.retain_cpu_backup = True
+    saver.pause()
+    saver.resume()
+    assert sleeper.held_bytes >= tensor.nbytes
+    saver.retain_cpu_backup = False
+    saver.pause()
+    saver.resume()
+    assert sleeper.held_bytes == 0
+    assert has(tensor, 28)
+
+
+def test_disk_backups_without_a_directory_lie_on_a_disk(
+    saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TMS_DISK_BACKUP_DIR")
+    monkeypatch.setenv("HAL_BACKUP_DIR", str(tmp_path / "made"))
+    tensor = filled(saver, 29, enable_disk_backup=True)
+    assert (tmp_path / "made").is_dir()
+    saver.pause()
+    saver.resume()
+    assert has(tensor, 29)
+
+
 def test_disk_backups_leave_no_file_behind_and_do_not_grow(
     saver: TorchMemorySaver, tmp_path: Path
 ) -> None:
@@ -412,20 +443,20 @@ def pieces(tensor: torch.Tensor, platform: Platform) -> int:
 
 def test_a_margin_of_device_memory_is_left_free(make: Make, target: Target) -> None:
     target.require("capacity")
-    platform = target.make(capacity=256 * MIB)
+    platform = target.make(capacity=64 * MIB)
     saver = make(platform)
     filled(saver, 1, 4 * MIB)
-    saver.memory_margin_bytes = platform.device().memory()[0] - 16 * MIB
+    saver.memory_margin_bytes = platform.device().memory()[0] - 8 * MIB
     assert saver.memory_margin_bytes > 0
     filled(saver, 2, 4 * MIB)
-    with pytest.raises(hal.OutOfDeviceMemory, match="margin"):
-        filled(saver, 3, 64 * MIB)
-    with pytest.raises(hal.OutOfDeviceMemory, match="margin"):
-        filled(saver, 3, 64 * MIB, tag="another", enable_cpu_backup=True)
+    for region in ({}, {"tag": "another", "enable_cpu_backup": True}):
+        with pytest.raises(hal.OutOfDeviceMemory, match="margin"), saver.region(**region):  # type: ignore[arg-type]
+            torch.empty(16 * MIB, dtype=torch.uint8)
     saver.pause()
     saver.resume()  # a resume takes what the pause gave
     saver.memory_margin_bytes = 0
-    filled(saver, 3, 64 * MIB)
+    with saver.region():
+        torch.empty(16 * MIB, dtype=torch.uint8)
 
 
 def test_a_margin_without_a_figure_of_free_memory_is_refused(make: Make) -> None:
@@ -442,6 +473,41 @@ def test_a_margin_without_a_figure_of_free_memory_is_refused(make: Make) -> None
 
 
 # -- arguments
+
+
+SIGNATURES = {
+    "region": {
+        "tag": "default",
+        "enable_cpu_backup": False,
+        "enable_disk_backup": False,
+        "cpu_backup_backend": None,
+    },
+    "cuda_graph": {
+        "cuda_graph": inspect.Parameter.empty,
+        "pool": None,
+        "stream": None,
+        "capture_error_mode": "global",
+        "tag": "default",
+        "enable_cpu_backup": False,
+        "cpu_backup_backend": None,
+    },
+    "disable": {},
+    "pause": {"tag": None},
+    "resume": {"tag": None},
+    "get_cpu_backup": {"x": inspect.Parameter.empty, "zero_copy": False},
+    "set_disk_backup_dir": {"path": inspect.Parameter.empty},
+}
+"""Of torch_memory_saver 0.0.10: the parameters of each method and their defaults."""
+SETTINGS = {"enabled", "hook_mode", "memory_margin_bytes", "retain_cpu_backup"}
+
+
+def test_the_public_names_are_those_of_the_original() -> None:
+    public = {name for name in vars(TorchMemorySaver) if not name.startswith("_")}
+    assert public == SIGNATURES.keys() | SETTINGS
+    for name, expected in SIGNATURES.items():
+        parameters = inspect.signature(getattr(TorchMemorySaver, name)).parameters
+        assert {n: p.default for n, p in parameters.items() if n != "self"} == expected
+        assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
 
 @pytest.mark.parametrize(
@@ -566,9 +632,9 @@ def test_graphs_of_one_pool_share_it_and_others_do_not(  # type: ignore[no-untyp
     for graph, pool in zip(graphs, ("shared", "shared", None), strict=True):
         with saver.cuda_graph(graph, pool=pool, tag="graphs", enable_cpu_backup=True):
             outputs.append(hold(weights * 2))
-            managed = saver._managers.holding(outputs[-1])  # type: ignore[union-attr]
-        assert managed is not None
-        segments = managed._pools.segments("graphs")
+            found = saver._started().holding(outputs[-1])
+        assert found is not None
+        segments = found[0]._pools.segments("graphs")
         address = outputs[-1].data_ptr()
         pools.append(next(s.pool for s in segments if s.address <= address < s.end))
     assert pools[0] == pools[1] != pools[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -37,7 +36,7 @@ class Settings:
 
     `init_enable`: a region is open on the thread that uses the saver first, from then on, and
     `init_cpu` and `init_disk` say how its contents are kept. `backend` is the default of
-    `cpu_backup_backend`.
+    `cpu_backup_backend`. Without a `disk_directory` it is that of `hal.core.backup`.
     """
 
     init_enable: bool
@@ -45,7 +44,7 @@ class Settings:
     init_disk: bool
     backend: str | None
     retain: bool
-    disk_directory: str
+    disk_directory: str | None
 
 
 def settings_of(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -56,7 +55,7 @@ def settings_of(environment: Mapping[str, str] = os.environ) -> Settings:
         init_disk=_yes(environment, "TMS_INIT_ENABLE_DISK_BACKUP"),
         backend=checked_backend(environment.get("TMS_INIT_CPU_BACKUP_BACKEND") or None),
         retain=_yes(environment, "TMS_RETAIN_CPU_BACKUP"),
-        disk_directory=environment.get("TMS_DISK_BACKUP_DIR") or tempfile.gettempdir(),
+        disk_directory=environment.get("TMS_DISK_BACKUP_DIR") or None,
     )
     check_arguments(cpu=settings.init_cpu, disk=settings.init_disk, backend=None)
     return settings

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from hal.core.backup import BackupOptions
+from hal.core.backup import BackupOptions, default_directory
 from hal.core.integrations.torch_memory_saver.keeping import Keeping, Settings, keeping_of
 from hal.core.report import SleepReport, WakeReport
 from hal.core.sleep import SleepManager
@@ -43,7 +44,10 @@ class Managed:
         return self.sleeper.sleep(policy=dict.fromkeys(tags, self.policy))
 
     def resume(self, tags: Sequence[str]) -> WakeReport:
-        return self.sleeper.wake_up(tags)
+        report = self.sleeper.wake_up(tags)
+        if not self.sleeper.backup.retain:
+            self.sleeper.trim_host()
+        return report
 
 
 class Managers:
@@ -75,7 +79,7 @@ class Managers:
         keeping = keeping_of(
             self.capabilities,
             cpu=cpu,
-            disk_directory=self.disk_directory if disk else None,
+            disk_directory=self._made_directory() if disk else None,
             backend=backend or self._default_backend,
         )
         key = (self.device, keeping)
@@ -84,17 +88,23 @@ class Managers:
                 self._managed[key] = self._make(*key)
             return self._managed[key]
 
+    def _made_directory(self) -> str:
+        directory = Path(self.disk_directory or default_directory())
+        directory.mkdir(parents=True, exist_ok=True)
+        return str(directory)
+
     def _make(self, device: int, keeping: Keeping) -> Managed:
         self.platform.device(device).set_margin(self._margin)
         backup = BackupOptions(backing=keeping.backing, retain=self._retain)
         sleeper = SleepManager(self.platform, device=device, backup=backup, deferrable=None)
         return Managed(sleeper, keeping)
 
-    def holding(self, tensor: torch.Tensor) -> SleepManager | None:
-        """The manager in one of whose pools a tensor lies."""
+    def holding(self, tensor: torch.Tensor) -> tuple[SleepManager, str] | None:
+        """The manager in one of whose pools a tensor lies, and the pool's tag."""
         with self._lock:
             sleepers = [managed.sleeper for managed in self._managed.values()]
-        return next((s for s in sleepers if s.tag_of(tensor) is not None), None)
+        tags = ((sleeper, sleeper.tag_of(tensor)) for sleeper in sleepers)
+        return next(((sleeper, tag) for sleeper, tag in tags if tag is not None), None)
 
     # -- transitions
 

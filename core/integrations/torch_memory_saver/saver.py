@@ -164,10 +164,10 @@ class TorchMemorySaver:
         """
         managers = self._started()
         _check_tensor(x, managers.platform.device_type)
-        sleeper = managers.holding(x)
-        if sleeper is None:
+        if (found := managers.holding(x)) is None:
             return None
-        is_paused = sleeper.tag_of(x) in sleeper.sleeping_tags
+        sleeper, tag = found
+        is_paused = tag in sleeper.sleeping_tags
         with self._regions.left():
             copy = torch.empty(x.shape, dtype=x.dtype, device="cpu")
         try:
@@ -176,8 +176,8 @@ class TorchMemorySaver:
             if not is_paused:
                 return None
             raise StateError(
-                f"the tensor is paused and its region {sleeper.tag_of(x)!r} keeps no backup; open "
-                "the region with enable_cpu_backup=True"
+                f"the tensor is paused and its region {tag!r} keeps no backup; open such a region "
+                "with enable_cpu_backup=True"
             ) from error
         return copy
 
