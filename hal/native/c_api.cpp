@@ -316,6 +316,19 @@ int32_t hal_arena_check(hal_arena* arena, uint64_t bytes, hal_status* status) {
   return on_arena("arena check", arena, status, [&] { return arena->arena->check(bytes); });
 }
 
+int32_t hal_backup_read(hal_device* device, uint64_t address, uint64_t offset, uint64_t size, void* out,
+                        hal_status* status) {
+  return on_device("backup read", device, status, [&]() -> Status {
+    if (out == nullptr && size > 0) return Status::invalid("backup read", "a buffer for the bytes is needed");
+    std::lock_guard<std::mutex> lock(device->transition);
+    hal::Segment* segment = device->ledger.acquire(address, 0);
+    if (segment == nullptr) return Status::invalid("backup read", "no segment begins at this address");
+    Status read = hal::guarded("backup read", [&] { return hal::read_backup(*segment, {offset, size}, out); });
+    device->ledger.release({{segment, segment->state}});
+    return read;
+  });
+}
+
 /* ---- transitions --------------------------------------------------------------------------------------------- */
 
 int32_t hal_sleep(hal_device* device, hal_arena* arena, hal_segment_order* orders, size_t order_count,
@@ -341,19 +354,6 @@ int32_t hal_wake(hal_device* device, hal_arena* arena, hal_segment_order* orders
     hal_transfer_report unused;
     const hal::WakeRequest request{orders, order_count, fill, retain != 0};
     return hal::wake(*device, request, report == nullptr ? &unused : report);
-  });
-}
-
-int32_t hal_backup_read(hal_device* device, uint64_t address, uint64_t offset, uint64_t size, void* out,
-                        hal_status* status) {
-  return on_device("backup read", device, status, [&]() -> Status {
-    if (out == nullptr && size > 0) return Status::invalid("backup read", "a buffer for the bytes is needed");
-    std::lock_guard<std::mutex> lock(device->transition);
-    hal::Segment* segment = device->ledger.acquire(address, 0);
-    if (segment == nullptr) return Status::invalid("backup read", "no segment begins at this address");
-    Status read = hal::guarded("backup read", [&] { return hal::read_backup(*segment, {offset, size}, out); });
-    device->ledger.release({{segment, segment->state}});
-    return read;
   });
 }
 

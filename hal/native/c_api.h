@@ -142,6 +142,11 @@ HAL_API uint64_t hal_arena_trim(hal_arena* arena); /* give free chunks back; ret
 /* Whether backups of `bytes` more would fit: HAL_OK or HAL_HOST_MEMORY; changes nothing. */
 HAL_API int32_t hal_arena_check(hal_arena* arena, uint64_t bytes, hal_status* status);
 
+/* Copies [offset, offset + size) of the segment that begins at `address` out of its backup: the one it sleeps with, or
+ * the one that its last wake retained. Changes nothing. HAL_BAD_STATE: there is no backup of all these bytes. */
+HAL_API int32_t hal_backup_read(hal_device* device, uint64_t address, uint64_t offset, uint64_t size, void* out,
+                                hal_status* status);
+
 /* ---- transitions --------------------------------------------------------------------------------------------- */
 typedef enum hal_action {
   HAL_OFFLOAD = 1,
@@ -180,11 +185,6 @@ HAL_API int32_t hal_sleep(hal_device* device, hal_arena* arena, hal_segment_orde
  * scrub. Backups are given back to the arena unless `retain`. */
 HAL_API int32_t hal_wake(hal_device* device, hal_arena* arena, hal_segment_order* orders, size_t order_count,
                          int32_t fill, int32_t retain, hal_transfer_report* report, hal_status* status);
-
-/* Copies [offset, offset + size) of the segment that begins at `address` out of its backup: the one it sleeps with, or
- * the one that its last wake retained. Changes nothing. HAL_BAD_STATE: there is no backup of all these bytes. */
-HAL_API int32_t hal_backup_read(hal_device* device, uint64_t address, uint64_t offset, uint64_t size, void* out,
-                                hal_status* status);
 
 /* ---- fault points, for tests --------------------------------------------------------------------------------- */
 /* The nth call from now (1 = next) of `call` fails with the vendor code `code`, `times` times in a row (-1: for ever).

@@ -12,6 +12,16 @@
 namespace hal {
 namespace {
 
+Status corrupt(hal_address segment, const Piece& piece) {
+  return Status::error(HAL_CORRUPT_BACKUP, "restore", 0,
+                       "the checksum of the piece at offset " + std::to_string(piece.offset) + " differs", piece.size,
+                       segment);
+}
+
+Status check(hal_address segment, const Piece& piece, const void* contents) {
+  return crc32c(contents, piece.size) == piece.checksum ? Status() : corrupt(segment, piece);
+}
+
 // Calls body(segment, piece) for every piece of a batch on several threads and returns the first failure.
 template <typename Body>
 Status for_each_piece(const Batch& batch, Body body) {
@@ -38,7 +48,7 @@ class MemoryMover : public Mover {
     batches_[lane] = std::move(batch);
     if (direction_ == Direction::ToDevice && arena_.verifies()) {
       HAL_TRY(for_each_piece(batches_[lane], [](hal_address segment, const Piece& piece) {
-        return check_piece(segment, piece, Arena::host(piece.position));
+        return check(segment, piece, Arena::host(piece.position));
       }));
     }
     for (const Job& job : batches_[lane]) {
@@ -148,7 +158,7 @@ class FileMover : public Mover {
   Status load(hal_address segment, const Piece& piece, void* buffer, bool direct, uint32_t stream) {
     HAL_TRY(file_.read(buffer, piece.size, piece.position));
     file_.forget(piece.size, piece.position);
-    HAL_TRY(check_piece(segment, piece, buffer));
+    HAL_TRY(check(segment, piece, buffer));
     if (direct) return {};
     HAL_TRY(primitives_.copy_to_device(segment + piece.offset, buffer, piece.size, stream));
     return primitives_.synchronize(stream);
@@ -159,13 +169,6 @@ class FileMover : public Mover {
 };
 
 }  // namespace
-
-Status check_piece(hal_address segment, const Piece& piece, const void* contents) {
-  if (crc32c(contents, piece.size) == piece.checksum) return {};
-  return Status::error(HAL_CORRUPT_BACKUP, "restore", 0,
-                       "the checksum of the piece at offset " + std::to_string(piece.offset) + " differs", piece.size,
-                       segment);
-}
 
 std::unique_ptr<Mover> Mover::make(Primitives& primitives, Arena& arena, Direction direction) {
   if (arena.file() != nullptr) return std::make_unique<FileMover>(primitives, arena, direction);

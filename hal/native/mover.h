@@ -21,9 +21,6 @@ struct Job {
 };
 using Batch = std::vector<Job>;
 
-// HAL_CORRUPT_BACKUP unless `contents` are those that the piece was written with.
-Status check_piece(hal_address segment, const Piece& piece, const void* contents);
-
 class Mover {
  public:
   static std::unique_ptr<Mover> make(Primitives& primitives, Arena& arena, Direction direction);
