@@ -214,7 +214,8 @@ class TorchMemorySaver:
         managers = self._started()
         if value < 0:
             raise InvalidArgument(f"a margin is not negative, {value} bytes were given")
-        if not (known := managers.capabilities.free_is_truthful):
+        known = managers.capabilities.free_is_truthful
+        if value and not known:
             raise MarginUnsupported("memory_margin_bytes", managers.platform.name, known.reason)
         managers.margin = value
 
