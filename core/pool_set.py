@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from mmap import PAGESIZE
 
@@ -57,17 +57,19 @@ def kept_bytes(order: Order) -> int:
 
 
 class PoolSet:
-    """Pools by tag and fixed policy, made when first asked for; another manager has another set."""
+    """Pools by tag, fixed policy and group, made when first asked for; another manager has another
+    set.
+    """
 
     def __init__(self, platform: Platform, device: int) -> None:
         self._platform, self._device = platform, device
-        self._pools: dict[tuple[str, Policy | None], ManagedPool] = {}
+        self._pools: dict[tuple[str, Policy | None, Hashable], ManagedPool] = {}
 
     def __iter__(self) -> Iterator[ManagedPool]:
         return iter(tuple(self._pools.values()))
 
-    def get(self, tag: str, policy: Policy | None) -> Pool:
-        key = (tag, policy)
+    def get(self, tag: str, policy: Policy | None, group: Hashable = None) -> Pool:
+        key = (tag, policy, group)
         if key not in self._pools:
             pool = self._platform.create_pool(tag, self._device)
             self._pools[key] = ManagedPool(pool, policy)

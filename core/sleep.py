@@ -6,7 +6,7 @@ import enum
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from hal.core.backup import BackupOptions
-from hal.core.contents import Contents, Tensors, named_tensors
+from hal.core.contents import Contents, Tensors, extent, named_tensors
 from hal.core.hooks import Hook, Hooks
 from hal.core.parking import NOT_PARKED, PROCESS
 from hal.core.pool_set import (
@@ -56,7 +56,7 @@ from hal.errors import (
 from hal.memory import TorchUsage
 from hal.native import Action, Segment, TransferFailed, TransferReport
 from hal.platform import Platform, PoolNesting
-from hal.pools import Pool, storage_address
+from hal.pools import Pool, find_segment, storage_address
 
 if TYPE_CHECKING:
     import torch
@@ -81,10 +81,11 @@ class State(enum.Enum):
 class SleepManager:
     """Puts the tags of one engine on one device to sleep and wakes them at the same addresses.
 
-    `deferrable` names the tags that a wake may leave asleep; any wake restores every other tag.
-    `debug` fills memory without contents with 0xFF at a wake. `group` makes the transitions of
-    several ranks agree. Every method is thread-safe; a failed transition raises a typed error with
-    state before = state after, unless the error's text says that it ended asleep.
+    `deferrable` names the tags that a wake may leave asleep, None meaning every tag; any wake
+    restores every other tag. `debug` fills memory without contents with 0xFF at a wake. `group`
+    makes the transitions of several ranks agree. Every method is thread-safe; a failed transition
+    raises a typed error with state before = state after, unless the error's text says that it ended
+    asleep.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class SleepManager:
         *,
         device: int | None = None,
         backup: BackupOptions | None = None,
-        deferrable: Iterable[str] = ("weights", "kv_cache"),
+        deferrable: Iterable[str] | None = ("weights", "kv_cache"),
         group: RankGroup | None = None,
         debug: bool = False,
     ) -> None:
@@ -104,7 +105,8 @@ class SleepManager:
         if not self.capabilities.virtual_memory:
             raise Unsupported("sleep", platform.name, self.capabilities.virtual_memory.reason)
         self.backup = backup or BackupOptions()
-        self.deferrable = frozenset((deferrable,) if isinstance(deferrable, str) else deferrable)
+        named = (deferrable,) if isinstance(deferrable, str) else deferrable
+        self.deferrable = None if named is None else frozenset(named)
         self.debug = debug
         self.last_error: BaseException | None = None
         self._group = group
@@ -144,10 +146,14 @@ class SleepManager:
             yield pool
 
     @contextmanager
-    def graph_pool(self, tag: str = CUDAGRAPH) -> Iterator[tuple[int, int]]:
+    def graph_pool(
+        self, tag: str = CUDAGRAPH, policy: Policy | None = None, *, group: Hashable = None
+    ) -> Iterator[tuple[int, int]]:
         """Yield the id with which graphs are captured into the pool of `tag`, to sleep with it.
 
-        Raises `Unsupported` where a graph's pool cannot sleep, `AsleepError` while the tag does.
+        `policy` is as in `pool`. Graphs of one pool use its memory again for one another; those
+        that must not are given different `group`s, each of which has a pool of its own. Raises
+        `Unsupported` where a graph's pool cannot sleep, `AsleepError` while the tag does.
         """
         if not self.capabilities.graph_pools:
             raise Unsupported(
@@ -157,7 +163,7 @@ class SleepManager:
             )
         with self._lock:
             self._refuse_asleep(tag)
-            pool = self._pools.get(tag, None)
+            pool = self._pools.get(tag, policy, group)
         before = driver_bytes(self.platform, self.device_index)
         with pool.capture() as pool_id:
             yield pool_id
@@ -318,6 +324,19 @@ class SleepManager:
         One that raises leaves the woken tags asleep.
         """
         self._hooks.add_after_wake(hook, name, tag)
+
+    def read_backup(self, tensor: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy a tensor's bytes from its backup to `out`, a contiguous host tensor of its size.
+
+        The tensor has to be contiguous. It may sleep, or be awake with a backup that
+        `BackupOptions.retain` has kept. Raises `StateError` where there is no backup of it.
+        """
+        address, size = extent(tensor)
+        with self._lock:
+            segment = find_segment(self._pools.segments(), address)
+            if segment is None:
+                raise StateError("the tensor is in no pool of this manager: it has no backup")
+            self.device.read_backup(segment, address - segment.address, size, out.data_ptr())
 
     # -- plans
 
@@ -724,7 +743,8 @@ class SleepManager:
         wanted = tag_list(tags, self._pools.tags)
         if not wanted:
             return ()
-        return tuple(t for t in self._sleeping if t in wanted or t not in self.deferrable)
+        deferrable = self._sleeping if self.deferrable is None else self.deferrable
+        return tuple(t for t in self._sleeping if t in wanted or t not in deferrable)
 
     def _asleep_segments(self, tag: str) -> list[Segment]:
         """The segments to wake; those whose last tensor was freed meanwhile are given up first."""
@@ -787,6 +807,12 @@ class SleepManager:
         with self._lock:
             self._refuse_parked()
             self._transfer.arena.prepare(size)
+
+    def retain_backups(self, retain: bool) -> None:
+        """Keep backups over the next wakes, or no longer: `BackupOptions.retain` from now on."""
+        with self._lock:
+            self.backup = replace(self.backup, retain=retain)
+            self._transfer.configure(self.backup)
 
     def trim_host(self) -> int:
         """Give host memory that holds no backup back to the system; returns bytes."""

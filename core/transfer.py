@@ -125,6 +125,18 @@ class Transfer:
                 stacklevel=2,
             )
 
+    def configure(self, options: BackupOptions) -> None:
+        """Follow other options, whose `retain` is a yes or no, also in the wake of what sleeps now;
+        the arena stays where it is.
+        """
+        self._options = options
+        retain = bool(options.retain)
+        if retain and self._retained is None:
+            self._retained = Retained(self._platform, self._index)
+        elif not retain and not self._checks:
+            self._retained = None
+        self._orders = {s: order._replace(retain=retain) for s, order in self._orders.items()}
+
     # -- transitions
 
     def to_sleep(self, pools: Sequence[PoolOrders]) -> TransferReport:

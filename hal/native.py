@@ -343,6 +343,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "hal_device_close": (_POINTER,),
     "hal_device_facts": (_POINTER, c.POINTER(_Facts)),
     "hal_device_memory": (_POINTER, c.POINTER(_U64), c.POINTER(_U64)),
+    "hal_device_set_margin": (_POINTER, _U64),
     "hal_granularity": (_POINTER, _U64, c.POINTER(_U64)),
     "hal_reserve": (_POINTER, _U64, _U64, _U64, c.POINTER(_U64)),
     "hal_unreserve": (_POINTER, _U64, _U64),
@@ -385,6 +386,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "hal_wake": (_POINTER, _POINTER, c.POINTER(_Order), _SIZE, _I32, c.POINTER(_Report)),
     "hal_fault_set": (_POINTER, c.c_char_p, _U64, _I32, c.c_int64),
     "hal_backup_flip_bit": (_POINTER, _U64, _U64),
+    "hal_backup_read": (_POINTER, _U64, _U64, _U64, _POINTER),
 }
 _OTHERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hal_api_version": (_U32, ()),
@@ -663,6 +665,10 @@ class Device:
         _call("hal_device_memory", self.handle, c.byref(free), c.byref(total))
         return free.value, total.value
 
+    def set_margin(self, size: int) -> None:
+        """Let pool allocations fail rather than leave less than `size` bytes of the device free."""
+        _call("hal_device_set_margin", self.handle, size)
+
     def counters(self) -> Counters:
         counters = Counters()
         library().hal_device_counters(self.handle, c.byref(counters))
@@ -809,6 +815,14 @@ class Device:
             c.byref(status),
         )
         return _finish(kind, status, report, raw, orders)
+
+    def read_backup(self, segment: Segment, offset: int, size: int, out: int) -> None:
+        """Copy `size` bytes from `offset` on of a segment's backup to host address `out`.
+
+        The backup is the one the segment sleeps with, or the one its last wake retained. Raises
+        `StateError` where it does not have all of these bytes.
+        """
+        _call("hal_backup_read", self.handle, segment.address, offset, size, out)
 
     # -- fault points, for tests
 

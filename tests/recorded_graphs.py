@@ -62,7 +62,9 @@ class _Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def _record(graph: RecordedGraph, *, pool: Any, stream: Any) -> Iterator[None]:
+def _record(
+    graph: RecordedGraph, *, pool: Any, stream: Any, capture_error_mode: str = "global"
+) -> Iterator[None]:
     with _Recorder(graph):
         yield
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "backup_reader.h"
 #include "crc32c.h"
 #include "device.h"
 #include "entries.h"
@@ -146,6 +147,13 @@ int32_t hal_device_facts(hal_device* device, hal_facts* out, hal_status* status)
 int32_t hal_device_memory(hal_device* device, uint64_t* free_bytes, uint64_t* total_bytes, hal_status* status) {
   return on_device("memory_info", device, status,
                    [&] { return device->primitives.memory_info(free_bytes, total_bytes); });
+}
+
+int32_t hal_device_set_margin(hal_device* device, uint64_t bytes, hal_status* status) {
+  return on_device("set margin", device, status, [&]() -> Status {
+    device->ledger.set_margin(bytes);
+    return {};
+  });
 }
 
 void hal_device_counters(hal_device* device, hal_counters* out) {
@@ -307,6 +315,19 @@ uint64_t hal_arena_trim(hal_arena* arena) {
 
 int32_t hal_arena_check(hal_arena* arena, uint64_t bytes, hal_status* status) {
   return on_arena("arena check", arena, status, [&] { return arena->arena->check(bytes); });
+}
+
+int32_t hal_backup_read(hal_device* device, uint64_t address, uint64_t offset, uint64_t size, void* out,
+                        hal_status* status) {
+  return on_device("backup read", device, status, [&]() -> Status {
+    if (out == nullptr && size > 0) return Status::invalid("backup read", "a buffer for the bytes is needed");
+    std::lock_guard<std::mutex> lock(device->transition);
+    hal::Segment* segment = device->ledger.acquire(address, 0);
+    if (segment == nullptr) return Status::invalid("backup read", "no segment begins at this address");
+    Status read = hal::guarded("backup read", [&] { return hal::read_backup(*segment, {offset, size}, out); });
+    device->ledger.release({{segment, segment->state}});
+    return read;
+  });
 }
 
 /* ---- transitions --------------------------------------------------------------------------------------------- */

@@ -50,6 +50,9 @@ HAL_API int32_t hal_device_open(const char* driver, int32_t device, const char* 
 HAL_API int32_t hal_device_close(hal_device* device, hal_status* status); /* BAD_STATE while segments live */
 HAL_API int32_t hal_device_facts(hal_device* device, hal_facts* out, hal_status* status);
 HAL_API int32_t hal_device_memory(hal_device* device, uint64_t* free_bytes, uint64_t* total_bytes, hal_status* status);
+/* From now on a pool allocation that would leave less than `bytes` of the device's memory free fails with
+ * HAL_OUT_OF_DEVICE_MEMORY; 0: none does. Wakes are not bound by it. */
+HAL_API int32_t hal_device_set_margin(hal_device* device, uint64_t bytes, hal_status* status);
 HAL_API void hal_device_counters(hal_device* device, hal_counters* out);
 
 /* The primitives, for users who compose their own. */
@@ -141,6 +144,11 @@ HAL_API int32_t hal_arena_prepare(hal_arena* arena, uint64_t bytes, hal_status* 
 HAL_API uint64_t hal_arena_trim(hal_arena* arena); /* give free chunks back; returns bytes */
 /* Whether backups of `bytes` more would fit: HAL_OK or HAL_HOST_MEMORY; changes nothing. */
 HAL_API int32_t hal_arena_check(hal_arena* arena, uint64_t bytes, hal_status* status);
+
+/* Copies [offset, offset + size) of the segment that begins at `address` out of its backup: the one it sleeps with, or
+ * the one that its last wake retained. Changes nothing. HAL_BAD_STATE: there is no backup of all these bytes. */
+HAL_API int32_t hal_backup_read(hal_device* device, uint64_t address, uint64_t offset, uint64_t size, void* out,
+                                hal_status* status);
 
 /* ---- transitions --------------------------------------------------------------------------------------------- */
 typedef enum hal_action {

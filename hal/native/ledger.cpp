@@ -48,12 +48,23 @@ uint64_t Ledger::chunk_limit() const {
   return std::max(facts.chunk / facts.granularity, uint64_t{1}) * facts.granularity;
 }
 
+Status Ledger::keep_margin(uint64_t size) {
+  const uint64_t margin = margin_;
+  if (margin == 0) return {};
+  uint64_t free_bytes = 0, total_bytes = 0;
+  HAL_TRY(primitives_.memory_info(&free_bytes, &total_bytes));
+  if (free_bytes >= size && free_bytes - size >= margin) return {};
+  return Status::error(HAL_OUT_OF_DEVICE_MEMORY, "allocate", 0,
+                       "the margin of " + std::to_string(margin) + " bytes has to stay free", size);
+}
+
 Status Ledger::build(uint64_t size, Segment* segment) {
   constexpr uint64_t kLargest = uint64_t{1} << 62;
   if (size > kLargest) return Status::invalid("allocate", "the size is negative or beyond any device");
   uint64_t granularity = 0;
   HAL_TRY(primitives_.granularity(size, &granularity));
   segment->size = (std::max<uint64_t>(size, 1) + granularity - 1) / granularity * granularity;
+  HAL_TRY(keep_margin(segment->size));
   const uint64_t alignment = std::max(primitives_.facts().alignment, granularity);
   hal_address address = 0;
   HAL_TRY(primitives_.reserve(segment->size, alignment, 0, &address));

@@ -6,6 +6,7 @@
 // Lock order: torch's allocator -> transition -> this mutex -> arena -> leaves (entries, faults, status).
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -28,6 +29,9 @@ class Ledger {
   // `stream`: the one that the memory is for; while it is captured nothing is synchronized.
   Status allocate(uint64_t pool, uint64_t size, hal_address* address, void* stream = nullptr);
   Status free(hal_address address, void* stream);
+
+  // An allocation that would leave less than this free fails; 0: none does.
+  void set_margin(uint64_t bytes) { margin_ = bytes; }
 
   // A pool keeps the first failure that an entry point could not return.
   void keep_error(uint64_t pool, Status status);
@@ -62,6 +66,7 @@ class Ledger {
     Status first_error;
   };
 
+  Status keep_margin(uint64_t size);
   Status build(uint64_t size, Segment* segment);
   Status take_down(Segment& segment);
   Status finish_free(Segment& segment);
@@ -77,6 +82,7 @@ class Ledger {
   std::set<hal_address> pending_;  // segments whose free has to be completed
   uint64_t next_serial_ = 1;
   uint64_t deferred_frees_ = 0;
+  std::atomic<uint64_t> margin_{0};
 };
 
 }  // namespace hal

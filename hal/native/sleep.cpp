@@ -39,6 +39,7 @@ class Sleep {
   Status forward();
   Status reserve_host();
   void learn();
+  bool encodes() const { return request_.arena != nullptr && request_.arena->encodes(); }
   Status copy_and_release();
   Status start(size_t batch);
   Status finish(size_t batch);
@@ -140,7 +141,7 @@ Status Sleep::forward() {
   }
   const Stopwatch watch(&report_.copy_seconds);
   HAL_TRY(copy_and_release());
-  if (growth_ != nullptr && request_.arena->encodes()) growth_->stop_early();
+  if (growth_ != nullptr && encodes()) growth_->stop_early();
   if (growth_ != nullptr) HAL_TRY(growth_->wait());
   HAL_TRY(release_discarded());
   if (growth_ != nullptr) growth_->keep();
@@ -152,7 +153,7 @@ Status Sleep::forward() {
 }
 
 void Sleep::learn() {
-  if (request_.arena == nullptr || !request_.arena->encodes()) return;
+  if (!encodes()) return;
   uint64_t plain = 0, stored = 0;
   for (const Item* item : offloaded_) {
     plain += item->segment->backup.bytes();
@@ -171,14 +172,13 @@ Status Sleep::reserve_host() {
     if (backup.arena() == request_.arena && backup.ranges() == item->live) {
       backup.mark_clean(item->clean);
       // What is encoded anew has another size, so such a backup stays as a whole or not at all.
-      if (!request_.arena->encodes() || backup.clean_bytes() == backup.bytes()) continue;
+      if (!encodes() || backup.clean_bytes() == backup.bytes()) continue;
     }
     backup.drop();
     fresh.push_back(item);
     for (const Range& range : item->live) bytes += range.size;
   }
-  const bool encodes = request_.arena != nullptr && request_.arena->encodes();
-  if (bytes > 0 || (encodes && !offloaded_.empty())) HAL_TRY(request_.arena->reserve(bytes, false, &growth_));
+  if (bytes > 0 || (encodes() && !offloaded_.empty())) HAL_TRY(request_.arena->reserve(bytes, false, &growth_));
   for (Item* item : fresh) {
     if (!item->live.empty()) item->segment->backup = Backup(request_.arena, item->live);
   }
