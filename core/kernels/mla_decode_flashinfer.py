@@ -237,7 +237,7 @@ class PlannedMla:
         self._empty.copy_(self._pages.lengths == 0)
         self._planned_at = self._wakes()
         if self._debug:
-            self._planned_bytes = self.plan_memory.cpu()
+            self._planned_bytes = self.plan_memory.to("cpu", copy=True)
 
     def _wakes(self) -> int:
         counted = self._workspace if self._sleeper is None else self._sleeper
