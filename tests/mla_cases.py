@@ -53,19 +53,19 @@ def mla_case(
     seed: int = 0,
 ) -> MlaCase:
     """Random queries and pages in random order, on the host."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, host = torch.Generator("cpu").manual_seed(seed), torch.device("cpu")
     counts = [-(-length // page) for length in lengths]
     pages = sum(counts) + 2
-    cache = torch.randn(pages, page, WIDTH, generator=generator).to(dtype)
-    query = torch.randn(len(lengths), heads, WIDTH, generator=generator).to(dtype)
-    table = torch.full((len(lengths), max(1, *counts)), 1 << 30, dtype=torch.int32)
-    order = iter(torch.randperm(pages, generator=generator).split(1))
+    cache = torch.randn(pages, page, WIDTH, generator=generator, device=host).to(dtype)
+    query = torch.randn(len(lengths), heads, WIDTH, generator=generator, device=host).to(dtype)
+    table = torch.full((len(lengths), max(1, *counts)), 1 << 30, dtype=torch.int32, device=host)
+    order = iter(torch.randperm(pages, generator=generator, device=host).split(1))
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for column in range(count):
             table[row, column] = next(order)
         if length % page:
             cache[table[row, count - 1], length % page :] = torch.nan
-    return MlaCase(query, cache, table, torch.tensor(lengths, dtype=torch.int32))
+    return MlaCase(query, cache, table, torch.tensor(lengths, dtype=torch.int32, device=host))
 
 
 def dense(case: MlaCase, scale: float = SCALE) -> tuple[Tensor, Tensor]:

@@ -50,10 +50,10 @@ class Pages:
         """From a block table [B, max_pages] and lengths [B]; waits for the device they are on."""
         table, lengths = block_table.cpu(), seq_lens.cpu().clamp_min(0)
         counts = (lengths + page_size - 1) // page_size
-        used = torch.arange(table.shape[1]) < counts.unsqueeze(1)
-        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        used = torch.arange(table.shape[1], device="cpu") < counts.unsqueeze(1)
+        queries = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cpu")
+        starts = torch.zeros_like(queries)
         starts[1:] = counts.cumsum(0)
-        queries = torch.arange(len(lengths) + 1, dtype=torch.int32)
         return cls(queries, starts, table[used], lengths)
 
 
@@ -275,8 +275,9 @@ def _weakly(own: weakref.ref[PlannedMla]) -> Callable[[], None]:
 
 def _first_pages(batch: int) -> Pages:
     """A plan of one token a request, on page 0."""
-    starts, ones = torch.arange(batch + 1, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
-    return Pages(starts, starts.clone(), torch.zeros(batch, dtype=torch.int32), ones)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
+    zeros = torch.zeros_like(starts[1:])
+    return Pages(starts, starts.clone(), zeros, torch.ones_like(zeros))
 
 
 def _retarget(wrapper: Any, scratch: Tensor) -> None:
