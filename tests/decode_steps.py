@@ -34,7 +34,9 @@ class DecodeSteps:
         rows, pages = len(lengths), -(-(max(lengths) + steps) // PAGE)
         self.steps, self._lengths = steps, lengths
         with torch.device(device), sleeper.kv_init(strict=True) as kv:
-            self.tables = torch.arange(rows * pages, dtype=torch.int32).view(pages, rows).T.contiguous()
+            self.tables = (
+                torch.arange(rows * pages, dtype=torch.int32).view(pages, rows).T.contiguous()
+            )
             self.lengths = torch.zeros(rows, dtype=torch.int32)
             self.slots = torch.zeros(rows, dtype=torch.int64)
             self.hidden = torch.zeros(rows, heads, WIDTH, dtype=dtype)
