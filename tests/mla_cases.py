@@ -27,6 +27,10 @@ class MlaCase:
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.query, self.cache, self.table, self.lengths
 
+    def without_traps(self) -> MlaCase:
+        """The same, with numbers beyond the lengths: for kernels that multiply them by 0."""
+        return replace(self, cache=self.cache.nan_to_num(0.5))
+
     def to(self, device: torch.device | str) -> MlaCase:
         return MlaCase(*(tensor.to(device) for tensor in self.arguments))
 
@@ -59,10 +63,9 @@ def mla_case(
     cache = torch.randn(pages, page, WIDTH, generator=generator, device=host).to(dtype)
     query = torch.randn(len(lengths), heads, WIDTH, generator=generator, device=host).to(dtype)
     table = torch.full((len(lengths), max(1, *counts)), 1 << 30, dtype=torch.int32, device=host)
-    order = iter(torch.randperm(pages, generator=generator, device=host).split(1))
+    order = torch.randperm(pages, generator=generator, device=host).int().split([*counts, 2])
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        for column in range(count):
-            table[row, column] = next(order)
+        table[row, :count] = order[row]
         if length % page:
             cache[table[row, count - 1], length % page :] = torch.nan
     return MlaCase(query, cache, table, torch.tensor(lengths, dtype=torch.int32, device=host))
