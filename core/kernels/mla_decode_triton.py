@@ -93,6 +93,7 @@ def _attend(
     PAGE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Normalised output float32 [HEADS, LATENT] over a request's tiles, and base-2 log-sum-exp."""
     one_page: tl.constexpr = PAGE % TILE == 0
@@ -117,9 +118,16 @@ def _attend(
         position = tl.load(at[:, None] + rope[None, :], mask=inside[:, None], other=0.0)
         page = _page_of(table, _tokens((tile + 1) * TILE, TILE, one_page), length, PAGE)
 
-        scores = tl.dot(query_latent, context.T)
-        scores = tl.dot(query_rope, position.T, scores)
-        scores = tl.where(inside[None, :], scores * scale, -float("inf"))
+        if APART:
+            # The branch is always taken. Where the compiler sees that one product feeds another, it
+            # lets every group of warps compute all scores, instead of a part each.
+            scores = tl.broadcast_to(largest[:, None], [HEADS, TILE])
+            if tile * TILE < length:
+                scores = tl.dot(query_latent, context.T) * scale
+                scores += tl.dot(query_rope, position.T) * scale
+        else:
+            scores = tl.dot(query_rope, position.T, tl.dot(query_latent, context.T)) * scale
+        scores = tl.where(inside[None, :], scores, -float("inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
         shrink = tl.exp2(largest - higher)
         share = tl.exp2(scores - higher[:, None])
@@ -157,6 +165,7 @@ def mla_decode_kernel(
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
     LSE: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """A share of the tiles, for one group of heads; `scale` includes log2(e)."""
     group, share = tl.program_id(0), tl.program_id(1)
@@ -191,6 +200,7 @@ def mla_decode_kernel(
             PAGE,
             LATENT,
             ROPE,
+            APART,
         )
         if (at == row_begin) & (stop == row_end):
             to = out + number * out_row_step + head[:, None] * out_head_step + latent
@@ -274,7 +284,7 @@ def mla_merge_kernel(
 @dataclass(frozen=True)
 class Shape:
     """How a launch works: heads a program and tokens a tile, programs that share a multiprocessor,
-    warps, and stages of the loads.
+    warps, stages of the loads, and whether groups of warps compute scores apart.
     """
 
     heads: int
@@ -282,6 +292,7 @@ class Shape:
     sharing: int
     warps: int
     stages: int
+    apart: bool = False
 
     def groups(self, heads: int) -> int:
         """Programs that read the same context, each for heads of its own."""
@@ -360,6 +371,7 @@ def launch(
             ROPE=query.shape[2] - latent,
             ROWS=rows,
             LSE=lse is not None,
+            APART=shape.apart,
             num_warps=shape.warps,
             num_stages=shape.stages,
         )

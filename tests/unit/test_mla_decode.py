@@ -212,3 +212,18 @@ def test_the_kernel_says_why_it_does_not_run() -> None:
     arguments = mla_case((5,)).arguments
     with pytest.raises(Unsupported, match="use backend='torch'"):
         mla_decode(*arguments, scale=SCALE, backend="triton")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_launch_shape_gives_the_attention(device: torch.device, apart: bool) -> None:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("plain torch is not launched")
+    from hal.core.kernels.mla_decode_triton import Shape, launch, part_specs
+
+    host = mla_case((70, 3), heads=20)
+    case, shape = host.to(device), Shape(16, tile=32, sharing=1, warps=4, stages=2, apart=apart)
+    specs = part_specs(20, 512, device, shape)
+    parts = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+    out = torch.empty(2, 20, 512, dtype=torch.float16, device=device)
+    launch(*case.arguments, SCALE, out, None, 1.0, *parts, shape)
+    assert relative_error(out, dense(host)[0]) < TOLERANCE[torch.float16]
