@@ -3,8 +3,8 @@
 # the peers that are there.
 # Usage: ci/cuda_kernels.sh [tests] [bench] [sweep]; without an argument tests and bench.
 #
-#   PEERS          archives (.tar.xz) of packages that the image lacks, to test and to measure against: FlashInfer with
-#                  its kernels built beforehand, vLLM. They are unpacked once, beside each other, and nothing is installed
+#   PEERS          archives (.tar.xz) of packages that the image lacks, to test and to measure against: first FlashInfer
+#                  with its kernels built beforehand, then vLLM. Each is unpacked once; nothing is installed
 #   OUT, PYTHON, HAL_LIBRARY    as for ci/cuda.sh
 #
 # Exit status: 0 when everything passed, 1 when a section failed, 2 for bad usage.
