@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from hal.core.kernels.launching import multiprocessors, runs_triton
 from hal.core.kernels.scratch import KernelScratch
 from hal.core.workspace import TensorSpec, WorkspaceManager
 from hal.errors import InvalidArgument
@@ -111,7 +110,7 @@ def _shift(value: Tensor, bits: int) -> Tensor:
 def topk_topp_specs(rows: int, vocabulary: int, device: torch.device) -> tuple[TensorSpec, ...]:
     """The scratch of a call: min(multiprocessors, rows) * V float32."""
     kernel = _kernel(device)
-    most = kernel.multiprocessors(device) if kernel is not None else HOST_ROWS
+    most = multiprocessors(device) if kernel is not None else HOST_ROWS
     return (TensorSpec((min(most, rows), vocabulary), torch.float32),)
 
 
@@ -160,15 +159,11 @@ def _take(logits: Tensor, workspace: WorkspaceManager | None) -> Tensor:
 
 def _kernel(device: torch.device) -> ModuleType | None:
     """The Triton kernel for a device; None where plain torch serves."""
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return None
-    return _triton_module()
+    return _triton_module() if runs_triton(device) else None
 
 
 @functools.cache
-def _triton_module() -> ModuleType | None:
-    if find_spec("triton") is None:
-        return None
+def _triton_module() -> ModuleType:
     from hal.core.kernels import topk_topp_launch
 
     return topk_topp_launch

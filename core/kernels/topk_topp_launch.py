@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +10,7 @@ import triton
 from torch import Tensor
 from triton.compiler.compiler import make_backend
 
+from hal.core.kernels.launching import interpreted, multiprocessors, on_device
 from hal.core.kernels.topk_topp_triton import COUNTER_WORDS, top_k_top_p_kernel
 from hal.core.workspace.checked import plain
 
@@ -36,21 +35,10 @@ class Shape:
     @property
     def options(self) -> dict[str, int]:
         """Compiler options; registers are limited where they can be, so that programs fit."""
-        if _interpreted() or not _limits_registers():
+        if interpreted() or not _limits_registers():
             return {"num_warps": self.warps}
         registers = _REGISTERS // (self.sharing * self.warps * 32) // 8 * 8
         return {"num_warps": self.warps, "maxnreg": min(255, registers)}
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many rows the device works on at once, a program each."""
-    return 4 if _interpreted() else _multiprocessors(device.index or 0)
-
-
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    return int(properties["multiprocessor_count"])
 
 
 @functools.cache
@@ -58,10 +46,6 @@ def _limits_registers() -> bool:
     """Whether the compiler for this device knows a limit of registers."""
     backend = make_backend(triton.runtime.driver.active.get_current_target())
     return hasattr(backend.parse_options({}), "maxnreg")
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def shape_of(rows: int, vocabulary: int, device: torch.device) -> Shape:
@@ -73,13 +57,6 @@ def shape_of(rows: int, vocabulary: int, device: torch.device) -> Shape:
     if rows <= slots:
         return Shape(rows, sharing=1, warps=16, tile=min(8192, widest))
     return Shape(min(rows, 2 * slots), sharing=2, warps=8, tile=min(4096, widest))
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are launched on the current device."""
-    if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
-        return nullcontext()
-    return torch.accelerator.device_index(device.index)
 
 
 def launch(
@@ -96,7 +73,7 @@ def launch(
     shape = shape or shape_of(rows, vocabulary, logits.device)
     words = plain(scratch).view(torch.int32).view(-1)
     step = words.numel() // shape.programs
-    with _current(logits.device):
+    with on_device(logits.device):
         top_k_top_p_kernel[(shape.programs,)](
             logits,
             logits.stride(0),

@@ -5,7 +5,6 @@ The kernel runs where a device is, and in Triton's interpreter where Triton is i
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -27,29 +26,12 @@ from hal.core.kernels.topk_topp import (
 from hal.core.workspace import WorkspaceManager
 from hal.cpu.platform import CpuPlatform
 from hal.errors import InvalidArgument
+from triton_interpreter import interpreter_problem
 
 
 @pytest.fixture(autouse=True)
 def _fresh_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topk_topp, "_scratch", KernelScratch("topk_topp"))
-
-
-@functools.cache
-def interpreter_problem() -> str:
-    """Why Triton's interpreter cannot run here; empty when it can."""
-    if torch.accelerator.is_available():
-        return "the kernel itself runs here, and a process has it either way"
-    try:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
-        from hal.core.kernels.topk_topp_launch import launch
-
-        logits = torch.randn(1, 8)
-        launch(logits, torch.tensor([2]), None, None, None, torch.empty(1, 1024))
-    except Exception as problem:  # noqa: BLE001 - whatever it is, it is told
-        return f"Triton's interpreter does not run: {problem}"
-    finally:
-        os.environ.pop("TRITON_INTERPRET", None)
-    return ""
 
 
 @pytest.fixture(params=["reference", "interpreted", pytest.param("cuda", marks=pytest.mark.cuda)])
