@@ -71,20 +71,21 @@ class Attention:
         """Schedule on the host and copy the schedule to the device; never under a capture."""
         from flashinfer.mla import MLAPlanMetadata
 
-        wrapper.plan(
-            metadata=MLAPlanMetadata.csr(
-                pages.query_starts, pages.page_starts, pages.numbers, pages.lengths
-            ),
-            num_heads=self.heads,
-            head_dim_ckv=LATENT,
-            head_dim_kpe=ROPE,
-            page_size=self.page_size,
-            causal=False,
-            sm_scale=self.scale,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
-            lse_mode=_LSE_MODES[self.lse_base],
-        )
+        with torch.device("cpu"):  # it pins host memory without naming the host: not the caller's
+            wrapper.plan(
+                metadata=MLAPlanMetadata.csr(
+                    pages.query_starts, pages.page_starts, pages.numbers, pages.lengths
+                ),
+                num_heads=self.heads,
+                head_dim_ckv=LATENT,
+                head_dim_kpe=ROPE,
+                page_size=self.page_size,
+                causal=False,
+                sm_scale=self.scale,
+                q_data_type=self.dtype,
+                kv_data_type=self.dtype,
+                lse_mode=_LSE_MODES[self.lse_base],
+            )
 
     def run(
         self, wrapper: Any, query: Tensor, kv_cache: Tensor, out: Tensor, empty: Tensor

@@ -1,5 +1,5 @@
 """CUDA's process checkpoint, as seen by the process that is parked: its helper, what is known to
-stand against it, and device memory without a driver call.
+stand against it, and device memory by way of another process: in a parked one even NVML waits.
 
 What a driver cannot checkpoint is told by its calls at the latest; listed here is what can be known
 before anything is touched. NVIDIA documents that memory shared between processes (IPC) and managed
@@ -8,20 +8,27 @@ memory are not supported.
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hal.cuda import checkpoint_helper, telemetry
+from hal.cuda import checkpoint_helper, memory_reader
+from hal.memory import MemoryInfo
 from hal.process_checkpoint import ProcessCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from hal.memory import MemoryInfo
     from hal.native import Device
 
 NOT_READY = 600
+ANSWERS_WITHIN = 20.0
+"""Seconds for a reader that has to start first."""
 _MAPS = Path("/proc/self/maps")
 _MANAGED = "/dev/nvidia-uvm"
 
@@ -42,10 +49,68 @@ class CudaCheckpoint(ProcessCheckpoint):
         return _shared_tensors() or _communicators() or _managed_memory()
 
     def memory(self) -> Mapping[int, MemoryInfo]:
-        return {
-            index: telemetry.management_memory(index, device_id)
-            for index, device_id in self._ids.items()
-        }
+        try:
+            return _reader.read(self._ids)
+        except (OSError, ValueError, HelperLost) as error:
+            unknown = MemoryInfo(None, None, None, "none", False, f"the reader: {error}")
+            return dict.fromkeys(self._ids, unknown)
+
+
+class _Reader:
+    """The process that reads device memory for this one, which may be parked; started when first
+    asked.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew, as in a forked child, whose parent's reader it is not."""
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def read(self, ids: Mapping[int, str | None]) -> Mapping[int, MemoryInfo]:
+        request = json.dumps({"path": sys.path, "devices": ids}).encode() + b"\n"
+        with self._lock:
+            try:
+                answer = self._ask(request)
+            except (OSError, HelperLost):
+                self._end()
+                raise
+        return {int(index): MemoryInfo(**fields) for index, fields in answer.items()}
+
+    def _ask(self, request: bytes) -> dict[str, Any]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(  # noqa: S603 - this package's own file
+                [sys.executable, "-I", "-S", memory_reader.__file__, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise HelperLost("it has no pipes")
+        self._process.stdin.write(request)
+        self._process.stdin.flush()
+        ready, _, _ = select.select([self._process.stdout], [], [], ANSWERS_WITHIN)
+        line = self._process.stdout.readline() if ready else b""
+        if not line.endswith(b"\n"):
+            raise HelperLost(f"no answer within {ANSWERS_WITHIN:g} s")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+class HelperLost(Exception):
+    """Internal: the reader died, or did not answer in time."""
+
+
+_reader = _Reader()
+os.register_at_fork(after_in_child=_reader.renew)
 
 
 def _shared_tensors() -> str | None:

@@ -48,10 +48,15 @@ class Nvml:
         """The cards that this process may use, in bus order."""
         return self._ask(_cards)
 
-    def memory(self, index: int, device_id: str | None, tracked: int | None) -> MemoryInfo:
-        """Memory of the device that CUDA numbers `index`, or that called itself `device_id`."""
+    def memory(
+        self, index: int, device_id: str | None, tracked: int | None, process: int | None = None
+    ) -> MemoryInfo:
+        """Memory of the device that CUDA numbers `index`, or that called itself `device_id`, and
+        what a process (None: this one) uses of it.
+        """
+        pid = process or os.getpid()
         return self._ask(
-            lambda library: _read(library, self._handle(library, index, device_id), tracked)
+            lambda library: _read(library, self._handle(library, index, device_id), tracked, pid)
         )
 
     def _ask(self, question: Callable[[Any], _Answer]) -> _Answer:
@@ -124,9 +129,9 @@ def _slice_uuids(library: Any, card: Any) -> Iterator[str]:
         yield library.nvmlDeviceGetUUID(handle)
 
 
-def _read(library: Any, handle: Any, tracked: int | None) -> MemoryInfo:
+def _read(library: Any, handle: Any, tracked: int | None, pid: int) -> MemoryInfo:
     memory, source = _memory(library, handle)
-    used, reason = _process_used(library, handle, tracked)
+    used, reason = _process_used(library, handle, tracked, pid)
     return MemoryInfo(
         total=int(memory.total),
         free=int(memory.free),
@@ -147,20 +152,22 @@ def _memory(library: Any, handle: Any) -> tuple[Any, str]:
         return library.nvmlDeviceGetMemoryInfo(handle), "nvml v1"
 
 
-def _process_used(library: Any, handle: Any, tracked: int | None) -> tuple[int | None, str]:
-    """What this process uses, or None and why.
+def _process_used(
+    library: Any, handle: Any, tracked: int | None, pid: int
+) -> tuple[int | None, str]:
+    """What a process uses, or None and why.
 
     In a container NVML may list it by a PID of outside, list a stranger that has the same number
     outside, or list it as using nothing.
     """
     try:
-        processes = _processes(library, handle)
+        processes = _processes(library, handle, pid)
     except library.NVMLError as error:
         return None, f"NVML does not list processes: {error}"
-    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+    own = [process.usedGpuMemory for process in processes if process.pid == pid]
     if not own:
         return None, (
-            f"pid not visible: NVML lists {len(processes)} processes, none is {os.getpid()}: it "
+            f"pid not visible: NVML lists {len(processes)} processes, none is {pid}: it "
             "has no context yet, or NVML gives PIDs of outside this container"
         )
     if None in own:
@@ -168,16 +175,16 @@ def _process_used(library: Any, handle: Any, tracked: int | None) -> tuple[int |
     used = sum(own)
     if used < (tracked or 1):
         return None, (
-            f"NVML lists {used} bytes for pid {os.getpid()}, less than this process holds: "
+            f"NVML lists {used} bytes for pid {pid}, less than this process holds: "
             "the pid is of another process, or the figure is missing"
         )
     return used, ""
 
 
-def _processes(library: Any, handle: Any) -> list[Any]:
+def _processes(library: Any, handle: Any, pid: int) -> list[Any]:
     """Processes with a context; clients of the multi-process service have a list of their own."""
     processes = list(library.nvmlDeviceGetComputeRunningProcesses(handle))
-    if not any(process.pid == os.getpid() for process in processes):
+    if not any(process.pid == pid for process in processes):
         try:
             processes += library.nvmlDeviceGetMPSComputeRunningProcesses(handle)
         except (library.NVMLError_NotSupported, library.NVMLError_FunctionNotFound):

@@ -57,13 +57,14 @@ def memory_info(
     return MemoryInfo(None, None, None, "none", False, "; ".join(reasons), tracked=tracked)
 
 
-def management_memory(index: int, device_id: str | None) -> MemoryInfo:
-    """Memory of an opened device without a call of its driver, which may be locked; raises nothing.
+def management_memory(index: int, device_id: str | None, process: int | None = None) -> MemoryInfo:
+    """Memory of an opened device without a call of its driver, which may be locked, and what a
+    process (None: this one) uses of it; raises nothing.
 
     `device_id` is the UUID or PCI address that the opened device gave.
     """
     try:
-        return _nvml.memory(index, device_id, None)
+        return _nvml.memory(index, device_id, None, process)
     except Exception as error:  # noqa: BLE001 - whatever NVML raises, the figures are unknown
         return MemoryInfo(None, None, None, "none", False, f"NVML: {error}")
 

@@ -19,7 +19,7 @@ import pytest
 from emulator import emucuda
 from hal.core.park_helper import Helper, HelperLost
 from hal.cuda import checkpoint
-from hal.cuda.checkpoint import CudaCheckpoint
+from hal.cuda.checkpoint import CudaCheckpoint, _Reader
 from hal.errors import DriverError, Unsupported
 from hal.process_checkpoint import ProcessState
 
@@ -102,14 +102,28 @@ def test_torch_still_has_what_is_asked_of_it() -> None:
 
 
 def test_without_its_management_library_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*_: object) -> None:
-        raise LookupError("no such card")
-
-    monkeypatch.setattr("hal.cuda.telemetry._nvml.memory", lost)
+    monkeypatch.setattr("hal.cuda.checkpoint._reader", _Reader())
     device = SimpleNamespace(facts=SimpleNamespace(device_uuid="GPU-1"))
-    info = CudaCheckpoint({0: device}).memory()[0]  # type: ignore[dict-item]
-    assert info.free is None
-    assert "no such card" in info.reason
+    checkpoint = CudaCheckpoint({0: device})  # type: ignore[dict-item]
+    for _ in range(2):  # by one reader
+        info = checkpoint.memory()[0]
+        assert info.free is None
+        assert "NVML" in info.reason
+
+
+def test_a_reader_that_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = _Reader()
+    monkeypatch.setattr("hal.cuda.checkpoint._reader", reader)
+    checkpoint = CudaCheckpoint({0: SimpleNamespace(facts=SimpleNamespace(device_uuid=""))})  # type: ignore[dict-item]
+    checkpoint.memory()
+    first = reader._process
+    assert first is not None
+    first.kill()
+    first.wait()
+    assert "NVML" in checkpoint.memory()[0].reason
+    monkeypatch.setattr("hal.cuda.checkpoint.ANSWERS_WITHIN", 0.0)
+    assert "no answer" in checkpoint.memory()[0].reason
+    assert reader._process is None
 
 
 # ---- the helper ----------------------------------------------------------------------------------
