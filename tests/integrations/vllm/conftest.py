@@ -1,0 +1,18 @@
+"""What the tests of the vLLM plugin share: the environment, before vLLM is imported, and a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import vllm_model
+
+os.environ |= {**vllm_model.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 with 270 MiB of weights on disk."""
+    return vllm_model.write_model(tmp_path_factory.mktemp("qwen3"))
