@@ -131,4 +131,6 @@ def engine_arguments() -> dict[str, Any]:
 
 def prompt(seed: int, length: int = 140) -> list[int]:
     """Token ids of a prompt; longer than a cache block, so that a second run hits the cache."""
-    return [4 + (seed * 977 + 131 * place * place + place) % (VOCABULARY - 4) for place in range(length)]
+    return [
+        4 + (seed * 977 + 131 * place * place + place) % (VOCABULARY - 4) for place in range(length)
+    ]

@@ -157,7 +157,6 @@ class HalMemAllocator:
 
     def wake_up(self, tags: Iterable[str] | None = None) -> WakeReport:
         """Take memory again for these tags (None: all) and every tag that is not deferrable."""
-        gc.collect()
         wanted = None if tags is None else _as_tags(tags)
         asleep = self.sleeping_tags
         chosen = [
@@ -174,7 +173,6 @@ class HalMemAllocator:
         cast("Any", self.manager).sleep(policy={}, park=True)
 
     def _sleep(self, policy: dict[str, Policy]) -> SleepReport:
-        gc.collect()
         before = self.sleeping_tags
         try:
             report = self.manager.sleep(policy=policy)

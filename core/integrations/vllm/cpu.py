@@ -7,8 +7,7 @@ addresses and no pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from hal.core.integrations.vllm import installation
@@ -36,6 +35,7 @@ class HostWorkerMixin:
             raise StateError(
                 "another engine of this process still holds pool memory; delete it first"
             )
+        PREPACKING.switch_off()
         lanes = getattr(gpu_worker, "_num_workspace_lanes", lambda *_: 1)
         workspace.init_workspace_manager(
             torch_cpu(),
@@ -47,9 +47,14 @@ class HostWorkerMixin:
             cast("Any", super()).init_device()
 
     def load_model(self, *args: Any, **options: Any) -> None:
-        """As vLLM's, with weights that stay in torch's tensors."""
-        with without_prepacking():
-            cast("Any", super()).load_model(*args, **options)
+        """As vLLM's; says which weights a kernel has packed all the same."""
+        cast("Any", super()).load_model(*args, **options)
+        PREPACKING.tell()
+
+    def shutdown(self) -> None:
+        """As vLLM's; the next engine of this process may prepack again."""
+        cast("Any", super()).shutdown()
+        PREPACKING.switch_on()
 
     def sleep(self, level: int = 1) -> None:
         """Sleep through the backend; at level 2 buffers are saved, as on a device."""
@@ -86,40 +91,50 @@ def _copies(model: Any) -> dict[str, Any]:
     return {} if model is None else {n: b.detach().clone() for n, b in model.named_buffers()}
 
 
-@contextmanager
-def without_prepacking() -> Iterator[None]:
-    """Keep oneDNN from moving linear weights into memory of its own, which no pool sees.
+class Prepacking:
+    """oneDNN's habit of moving linear weights into memory of its own, which no pool sees.
 
-    Weights that a quantized kernel packs all the same are counted and told.
+    It is off from before a model is loaded until its engine is gone, since a reload would pack,
+    too. Quantized kernels cannot do without: what they pack is counted and told.
     """
-    from vllm import _custom_ops as ops
 
-    counted = _Counted(getattr(ops, "create_onednn_scaled_mm", None))
-    changes = {"_supports_onednn": False, "create_onednn_scaled_mm": counted}
-    before = {name: getattr(ops, name) for name in changes if hasattr(ops, name)}
-    if "_supports_onednn" not in before:
-        logger().info("this vLLM has no switch for oneDNN's prepacking; linear weights may stay")
-    for name in before:
-        setattr(ops, name, changes[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(ops, name, value)
-    if counted.bytes:
-        logger().warning(
-            "%.1f MiB of quantized weights are in oneDNN's own memory: untracked, they stay "
-            "resident during a sleep",
-            counted.bytes / (1 << 20),
-        )
+    def __init__(self) -> None:
+        self._before: dict[str, Any] = {}
+        self.untracked = 0
+        """Bytes that kernels have packed since it was switched off."""
+
+    def switch_off(self) -> None:
+        """Let linear layers work on torch's own tensors."""
+        from vllm import _custom_ops as ops
+
+        if not hasattr(ops, "_supports_onednn"):
+            logger().info("this vLLM has no switch for oneDNN's prepacking; its copies stay")
+        changes = {"_supports_onednn": False, "create_onednn_scaled_mm": self._pack}
+        for name, value in changes.items():
+            if hasattr(ops, name) and name not in self._before:
+                self._before[name] = getattr(ops, name)
+                setattr(ops, name, value)
+
+    def switch_on(self) -> None:
+        """As vLLM has it."""
+        from vllm import _custom_ops as ops
+
+        while self._before:
+            setattr(ops, *self._before.popitem())
+        self.untracked = 0
+
+    def tell(self) -> None:
+        """Log what stays resident during a sleep."""
+        if self.untracked:
+            logger().warning(
+                "%.1f MiB of quantized weights are in oneDNN's own memory: untracked, they stay "
+                "resident during a sleep",
+                self.untracked / (1 << 20),
+            )
+
+    def _pack(self, weight: Any, *args: Any, **options: Any) -> Any:
+        self.untracked += weight.nbytes
+        return self._before["create_onednn_scaled_mm"](weight, *args, **options)
 
 
-class _Counted:
-    """A function that packs a weight, and how many bytes it was given."""
-
-    def __init__(self, pack: Any) -> None:
-        self._pack, self.bytes = pack, 0
-
-    def __call__(self, weight: Any, *args: Any, **options: Any) -> Any:
-        self.bytes += weight.nbytes
-        return self._pack(weight, *args, **options)
+PREPACKING = Prepacking()

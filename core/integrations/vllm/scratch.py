@@ -114,7 +114,7 @@ class SortInto(TorchFunctionMode):
     """Lets `tensor.sort()` write into buffers that `ask((shape, dtype), ...)` returns."""
 
     def __init__(self, ask: Callable[..., Sequence[torch.Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._ask = ask
 
     def __torch_function__(

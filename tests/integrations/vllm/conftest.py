@@ -1,4 +1,4 @@
-"""What the tests of the vLLM plugin share: the environment, before vLLM is imported, and a model."""
+"""What the tests of the plugin share: the environment, before vLLM is imported, and a model."""
 
 from __future__ import annotations
 

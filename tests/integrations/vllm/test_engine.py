@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import vllm_model
-from hal.errors import DriverError, HostMemoryError, OutOfDeviceMemory
+from hal.errors import HalError, OutOfDeviceMemory
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm has its own environment")
 
@@ -237,8 +237,8 @@ def test_r13_a_wake_that_fails_stays_asleep_everywhere_and_the_next_one_works(
 
 def test_a_sleep_that_fails_stays_awake_everywhere(engine: Engine) -> None:
     device = engine.allocator.manager.device
-    device.fail("copy_to_host", code=OTHER, times=-1)
-    with pytest.raises((DriverError, HostMemoryError)):
+    device.fail("file write", nth=2, code=OTHER)
+    with pytest.raises(HalError):
         engine.llm.sleep(level=2)
     device.clear_faults()
     assert not engine.executor.is_sleeping
@@ -246,6 +246,18 @@ def test_a_sleep_that_fails_stays_awake_everywhere(engine: Engine) -> None:
     assert engine.worker.sleep_mode_backend.state() == "RUNNING"
     assert not engine.worker._sleep_saved_buffers
     engine.llm.wake_up()  # the scheduler alone was paused
+    assert engine.same()
+
+
+def test_a_sleep_that_cannot_be_undone_is_a_sleep(engine: Engine) -> None:
+    device = engine.allocator.manager.device
+    device.fail("release", nth=2, code=OTHER)
+    device.fail("create", code=NO_MEMORY, times=-1)
+    engine.llm.sleep(level=1)
+    device.clear_faults()
+    assert engine.executor.sleeping_tags == {"weights", "kv_cache"}
+    assert engine.allocator.sleeping_tags == TAGS
+    assert engine.llm.wake_up()
     assert engine.same()
 
 
