@@ -92,10 +92,20 @@ class WorkerMixin:
             "sleeping": sorted(allocator.sleeping_tags),
         }
 
+    def hal_host_bytes(self) -> dict[str, int]:
+        """Bytes of host memory or disk taken for backups, and in use; for `collective_rpc`."""
+        manager = self.hal_allocator.manager
+        return {"held": manager.held_bytes, "used": manager.backup_bytes}
+
     def _park(self) -> None:
-        # After the worker's own sleep, which asks the device for its memory at the end.
-        if self.hal_allocator.options.park:
+        """Park after the worker's own sleep, which asks the device for its memory at the end."""
+        if not self.hal_allocator.options.park:
+            return
+        try:
             self.hal_allocator.park()
+        except HalError as error:
+            logger().warning("asleep, and not parked: %s: %s", type(error).__name__, error)
+        else:
             self.parked = True
 
     def _stay_awake(self) -> None:
