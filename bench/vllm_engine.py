@@ -105,12 +105,12 @@ def fill_weights(model: Any) -> int:
 
 
 def weight_sums(model: Any) -> dict[str, int]:
-    """The sum of each weight's words: one flipped bit changes it."""
+    """The sum of each weight's bytes: one flipped bit changes it."""
     import torch
 
     named = [*model.named_parameters(), *model.named_buffers()]
     return {
-        name: int(weight.detach().contiguous().view(torch.int16).sum(dtype=torch.int64))
+        name: int(weight.detach().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
         for name, weight in named
         if weight.numel()
     }
