@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 import vllm_model
 
-os.environ |= {**vllm_model.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+if importlib.util.find_spec("vllm"):
+    os.environ |= {**vllm_model.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @pytest.fixture(scope="session")
