@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
 import importlib.metadata
 import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hal.core.integrations.vllm.logging import logger
 from hal.core.integrations.vllm.vendors import Vendor
@@ -59,17 +62,59 @@ def missing(vendor: Vendor) -> list[str]:
 
 
 def has(target: str) -> bool:
-    """Whether "module:name.name" can be reached."""
+    """Whether "module:name.name" is there.
+
+    A module that is not loaded yet is read and not imported: the front end must not run what only
+    a worker may.
+    """
     module, _, path = target.partition(":")
+    names = path.split(".")
+    if module in sys.modules:
+        return _reachable(sys.modules[module], names)
     try:
-        found: object = importlib.import_module(module)
+        spec = importlib.util.find_spec(module)
     except ImportError:
         return False
-    for name in path.split("."):
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return False
+    return _defined(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), names)
+
+
+def _reachable(found: object, names: Sequence[str]) -> bool:
+    for name in names:
         if not hasattr(found, name):
             return False
         found = getattr(found, name)
     return True
+
+
+def _defined(node: ast.AST, names: Sequence[str]) -> bool:
+    """Whether a body defines the first name, and that one's body the next."""
+    if not names:
+        return True
+    return any(_defined(entry, names[1:]) for entry in _entries(node) if _names(entry, names[0]))
+
+
+def _entries(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a body, those within its conditions and attempts included."""
+    for entry in ast.iter_child_nodes(node):
+        yield entry
+        if isinstance(entry, ast.If | ast.Try | ast.With):
+            yield from _entries(entry)
+
+
+def _names(node: ast.AST, name: str) -> bool:
+    """Whether a statement binds a name."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return node.name == name
+        case ast.Assign():
+            return any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
+        case ast.AnnAssign(target=ast.Name(id=found)):
+            return found == name
+        case ast.Import() | ast.ImportFrom():
+            return any((alias.asname or alias.name) == name for alias in node.names)
+    return False
 
 
 def require_known(vendor: Vendor) -> None:

@@ -28,7 +28,7 @@ import httpx
 import openai
 import psutil
 
-START_SECONDS = 200
+START_SECONDS = 220
 NAME = "qwen3"
 
 
