@@ -1,7 +1,7 @@
 """Which class vLLM resolves, and what reaches our allocator, on each vendor and with others about.
 
-vLLM's accelerator modules import what only their own builds have; here empty modules stand for
-those, named in `STAND_INS`, and emulated devices for the hardware.
+vLLM's accelerator modules import what only their own builds have; here modules without contents
+stand for those, named in `STAND_INS`, and emulated devices for the hardware.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from support import needs_level_zero
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm has its own environment")
 
 STAND_INS = {
-    "cuda": ["vllm._C_stable_libtorch"],
+    "cuda": ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C"],
     "rocm": ["vllm._C_stable_libtorch", "vllm._rocm_C"],
-    "xpu": [f"vllm_xpu_kernels{part}" for part in ("", "._C", "._moe_C", "._xpu_C")],
+    "xpu": ["vllm_xpu_kernels"],
 }
 CLASSES = {"cuda": "CudaPlatform", "rocm": "RocmPlatform", "xpu": "XPUPlatform"}
 PROGRAM = """
@@ -32,11 +32,27 @@ import json, os, sys, types
 from types import SimpleNamespace as Namespace
 vendor, stand_ins, base, tests = json.loads(sys.argv[1])
 sys.path.insert(0, tests)
-for name in stand_ins:
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = []
+import importlib.machinery
+class StandIn(types.ModuleType):
+    __path__ = []
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+class StandIns:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == known or name.startswith(known + ".") for known in stand_ins):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        return StandIn(spec.name)
+    def exec_module(self, module):
+        pass
+sys.meta_path.insert(0, StandIns())
 import torch
-torch.cuda.get_device_properties = lambda *_: Namespace(gcnArchName="gfx942")
+properties = Namespace(
+    gcnArchName="gfx942", major=8, minor=0, total_memory=1 << 30, multi_processor_count=8, name="",
+)
+torch.cuda.get_device_properties = lambda *_: properties
 torch.accelerator.empty_cache = lambda: None
 import vllm.platforms as platforms
 for name in platforms.builtin_platform_plugins:
@@ -94,7 +110,10 @@ found["ours"] = {
     "open devices": list(device._devices),
 }
 
+from vllm import _custom_ops
 from vllm.utils.import_utils import resolve_obj_by_qualname
+for name in [name for name in vars(_custom_ops) if "_support" in name]:
+    setattr(_custom_ops, name, lambda *_: False)
 from vllm.v1.worker import gpu_worker, workspace
 Worker = resolve_obj_by_qualname(config.parallel_config.worker_cls)
 found["base"] = [c.__module__ + "." + c.__name__ for c in Worker.__mro__].index(stock_worker) > 0
