@@ -65,6 +65,7 @@ class HalMemAllocator:
         self.group: RankGroup | None = None
         """The engine's ranks, whose transitions agree; set before the first of them."""
         self.last_report: Report | None = None
+        self.last_park: SleepReport | None = None
 
     # -- the manager
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,10 +29,7 @@ MLA_SIZES = (
     "FLASHINFER_MLA_LSE_WORKSPACE_BUFFER_SIZE",
 )
 SPARSE_MLA = "vllm.v1.attention.backends.mla.flashinfer_mla_sparse"
-SPARSE_MLA_USERS = ("vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm120",)
-"""Modules that have taken the sparse buffer's function by name."""
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
-INDEXER_USERS = ("vllm.models.glm5next.nvidia.sparse_indexer",)
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,14 @@ def take_over(allocator: HalMemAllocator, worker: Any) -> tuple[str, ...]:
         entry.move(allocator, worker)
         done.append(entry.name)
     return tuple(done)
+
+
+def replace_everywhere(module: ModuleType, name: str, value: object) -> None:
+    """Replace a module's function there, and in every module that has taken it by name."""
+    original = getattr(module, name)
+    for user in list(sys.modules.values()):
+        if getattr(user, "__dict__", {}).get(name) is original:
+            setattr(user, name, value)
 
 
 # -- the sampler
@@ -180,7 +186,7 @@ def share_dense_scratch(allocator: HalMemAllocator, worker: Any) -> None:
 
 
 def share_sparse_scratch(allocator: HalMemAllocator, worker: Any) -> None:
-    """Let the sparse decode backends take the shared buffer; some know its function by name."""
+    """Let the sparse decode backends take the shared buffer."""
     from vllm import envs
 
     scratch = _decode_scratch(allocator, worker)
@@ -188,9 +194,7 @@ def share_sparse_scratch(allocator: HalMemAllocator, worker: Any) -> None:
     def buffer_for(_device: torch.device, min_bytes: int | None = None) -> torch.Tensor:
         return scratch.take(min_bytes or envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE)
 
-    for name in (SPARSE_MLA, *SPARSE_MLA_USERS):
-        if user := sys.modules.get(name):
-            user._get_workspace_buffer = buffer_for  # type: ignore[attr-defined]  # noqa: SLF001
+    replace_everywhere(sys.modules[SPARSE_MLA], "_get_workspace_buffer", buffer_for)
 
 
 def _decode_scratch(allocator: HalMemAllocator, worker: Any) -> DecodeScratch:
@@ -212,9 +216,7 @@ def bound_merge(allocator: HalMemAllocator, worker: Any) -> None:
         dcp=config.parallel_config.decode_context_parallel_size,
         k=config.model_config.hf_text_config.index_topk,
     )
-    for name in (INDEXER, *INDEXER_USERS):
-        if user := sys.modules.get(name):
-            user._merge_dcp_topk_global = merge  # type: ignore[attr-defined]  # noqa: SLF001
+    replace_everywhere(sys.modules[INDEXER], "_merge_dcp_topk_global", merge)
 
 
 def _merges(worker: Any) -> bool:

@@ -85,9 +85,10 @@ class WorkerMixin:
     def hal_report(self) -> dict[str, Any]:
         """The last transition's report, and the bytes of each tag; for `collective_rpc`."""
         allocator = self.hal_allocator
-        last = allocator.last_report
+        last, park = allocator.last_report, allocator.last_park
         return {
             "last": last.as_dict() if last else None,
+            "park": park.as_dict() if park else None,
             "tags": allocator.bytes_by_tag(),
             "sleeping": sorted(allocator.sleeping_tags),
         }

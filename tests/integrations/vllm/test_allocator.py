@@ -5,6 +5,7 @@ needs no vLLM.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from hal.core import SleepManager
 from hal.core.integrations.vllm.allocator import HalMemAllocator
 from hal.core.integrations.vllm.dcp_merge import BoundedMerge
+from hal.core.integrations.vllm.lora import preserve_adapters
 from hal.core.integrations.vllm.options import PluginOptions
 from hal.core.integrations.vllm.scratch import DecodeScratch, SortInto
 from hal.errors import InvalidArgument, OutOfDeviceMemory, StateError
@@ -190,6 +192,28 @@ def test_tensors_outlive_the_pools_asleep_or_not(allocator: HalMemAllocator) -> 
     assert device.counters().asleep_bytes == SIZE
     del weights
     assert device.counters().asleep_bytes == 0
+
+
+class Adapted(torch.nn.Module):
+    """A layer with adapter slots, as vLLM's: plain attributes, no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((SIZE,), 2.0), requires_grad=False)
+        self.lora_a_stacked = (torch.full((1000,), 3.0), torch.full((10,), 4.0))
+        self.punica_wrapper = SimpleNamespace(indices=torch.full((20,), 5.0), name="metadata")
+
+
+def test_adapters_in_the_weights_pool_survive_level_2(allocator: HalMemAllocator) -> None:
+    with allocator.use_memory_pool("weights"):
+        model = torch.nn.Sequential(Adapted())
+    preserve_adapters(allocator, SimpleNamespace(lora_config=object(), model=model))
+    allocator.sleep(())
+    allocator.wake_up()
+    layer = model[0]
+    assert not layer.weight.any()
+    assert [int(t.unique()) for t in layer.lora_a_stacked] == [3, 4]
+    assert int(layer.punica_wrapper.indices.unique()) == 5
 
 
 # -- options
