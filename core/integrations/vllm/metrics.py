@@ -122,8 +122,9 @@ class Collector:
 
 
 def read_all() -> list[dict[str, Any]]:
-    """The figures of all workers, in order of their names."""
+    """The figures of all workers that live, in order of their names."""
     directory = os.environ.get(DIRECTORY)
     if not directory:
         return []
-    return [json.loads(path.read_text()) for path in sorted(Path(directory).glob("*.json"))]
+    paths = sorted(Path(directory).glob("*.json"))
+    return [json.loads(path.read_text()) for path in paths if Path("/proc", path.stem).exists()]

@@ -22,7 +22,7 @@ WEIGHT_BYTES = 256 << 20
 CYCLES = 20
 NO_MEMORY, OTHER = 12, 5
 """errno: ENOMEM, EIO."""
-SHORT, LONG = 4, 16
+SHORT, LONG = 4, 10
 
 
 class Engine(NamedTuple):

@@ -81,7 +81,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    environment = os.environ | {
+    inherited = {n: value for n, value in os.environ.items() if not n.startswith("HAL_VLLM")}
+    environment = inherited | {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_SERVER_DEV_MODE": "1",
