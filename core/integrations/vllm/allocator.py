@@ -16,7 +16,7 @@ from hal.core.integrations.vllm.logging import logger
 from hal.core.integrations.vllm.options import PluginOptions
 from hal.core.report import SleepReport, WakeReport, is_asleep
 from hal.core.sleep import SleepManager
-from hal.core.tags import CUDAGRAPH, Policy
+from hal.core.tags import CUDAGRAPH, KV_CACHE, WEIGHTS, Policy
 from hal.errors import HalError
 from hal.native import Segment
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hal.platform import Platform
     from hal.pools import Pool
 
+DEFERRABLE = frozenset({WEIGHTS, KV_CACHE})
+"""The tags that vLLM may leave asleep at a wake."""
 Report = SleepReport | WakeReport
 R = TypeVar("R", SleepReport, WakeReport)
 
@@ -78,6 +80,7 @@ class HalMemAllocator:
                 platform,
                 device=_current_device(platform),
                 backup=self.options.backup(),
+                deferrable=DEFERRABLE,
                 group=_RanksKnownLater(lambda: self.group),
                 debug=self.options.debug,
             )
@@ -160,11 +163,7 @@ class HalMemAllocator:
         """Take memory again for these tags (None: all) and every tag that is not deferrable."""
         wanted = None if tags is None else _as_tags(tags)
         asleep = self.sleeping_tags
-        chosen = [
-            tag
-            for tag in asleep
-            if wanted is None or tag in wanted or tag not in self.manager.deferrable
-        ]
+        chosen = [tag for tag in asleep if wanted is None or tag in wanted or tag not in DEFERRABLE]
         report = self.manager.wake_up(chosen, wait_for_memory=self.options.wait_for_memory)
         return self._told(report)
 
