@@ -366,6 +366,8 @@ def main() -> int:
         "VLLM_CACHE_ROOT": f"{settings['workdir']}/cache",
         "TORCHINDUCTOR_CACHE_DIR": f"{settings['workdir']}/inductor",
     }
+    if settings["variant"] == "stock":
+        os.environ["VLLM_PLUGINS"] = "none"  # as if no plugin were installed
     run = Run(settings)
     target = Path(settings["result"])
     try:

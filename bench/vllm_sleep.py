@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--many", type=int, default=100, help="without answers in between")
     parser.add_argument("--offload-graphs", action="store_true", help="graph memory sleeps, too")
     parser.add_argument("--codec", default="ans", help="of the variant hal-compress")
-    parser.add_argument("--limit", type=float, default=170.0, help="seconds for one engine")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for one engine")
     parser.add_argument("--workdir", default=f"{tempfile.gettempdir()}/vllm_sleep")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -101,7 +101,7 @@ def run_variant(variant: Variant, chosen: argparse.Namespace) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     print(f"{variant.name}: status {status} after {seconds:.0f} s", flush=True)
     if status:
-        print("\n".join(log.read_text().splitlines()[-40:]), flush=True)
+        print("\n".join(line[:300] for line in log.read_text().splitlines()[-60:]), flush=True)
     found = json.loads(result.read_text()) if result.exists() else {"checks": {}}
     return found | {"status": status, "seconds": seconds, "log": log.read_text()[-20000:]}
 
