@@ -175,7 +175,8 @@ def pinned_ratio(found: dict[str, Any]) -> tuple[float, ...]:
     """Host memory taken, over the bytes that the sleep kept."""
     taken = found.get("asleep", {}).get("pinned")
     last = found.get("report", {}).get("last")
-    kept = sum(t["copied"] for t in last["tags"]) if last else found.get("weight_bytes", 0)
+    offloaded = (tag["bytes"] for tag in last["tags"] if tag["policy"] == "offload") if last else ()
+    kept = sum(offloaded) or found.get("weight_bytes", 0)
     return (taken / kept,) if taken and kept else ()
 
 

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 
 import vllm_model
-from hal.errors import HalError, OutOfDeviceMemory
+from hal.errors import HalError, OutOfDeviceMemory, Unsupported
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm has its own environment")
 
 from hal.core.integrations.vllm import installation
 from hal.core.integrations.vllm.allocator import HalMemAllocator
+from hal.core.integrations.vllm.options import PluginOptions
 
 TAGS = {"weights", "kv_cache", "runtime", "workspace"}
 WEIGHT_BYTES = 256 << 20
@@ -276,4 +277,40 @@ def test_a_complaint_after_the_memory_has_gone_is_no_failed_sleep(
     assert engine.executor.sleeping_tags == {"weights", "kv_cache"}
     assert engine.allocator.sleeping_tags == TAGS
     assert engine.llm.wake_up()
+    assert engine.same()
+
+
+def with_parking(engine: Engine, monkeypatch: pytest.MonkeyPatch, park: Any) -> None:
+    monkeypatch.setattr(engine.allocator, "options", PluginOptions(park=True))
+    monkeypatch.setattr(engine.allocator, "park", park)
+
+
+def test_an_engine_that_cannot_be_parked_sleeps_all_the_same(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise Unsupported("parking", "cpu", "the host has no driver state")
+
+    with_parking(engine, monkeypatch, refuse)
+    engine.llm.sleep(level=1)
+    assert not engine.worker.parked
+    assert engine.executor.sleeping_tags == {"weights", "kv_cache"}
+    assert engine.llm.wake_up()
+    assert engine.same()
+
+
+def test_while_parked_the_device_is_asked_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    asked = []
+    with_parking(engine, monkeypatch, lambda: asked.append("park"))
+    engine.llm.sleep(level=1)
+    assert engine.worker.parked
+    monkeypatch.setattr(WorkerBase, "synchronize_device", lambda _: asked.append("synchronize"))
+    engine.llm.sleep(level=1)  # it sleeps already; vLLM synchronizes before it finds out
+    assert asked == ["park"]
+    assert engine.llm.wake_up()
+    assert not engine.worker.parked
     assert engine.same()
