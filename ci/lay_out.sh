@@ -15,9 +15,9 @@ import sys, tomllib, pathlib
 project = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())["project"]
 target = pathlib.Path(sys.argv[2])
 (target / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-groups = project["entry-points"]
-lines = [line for group, points in groups.items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in points.items()), "")]
-(target / "entry_points.txt").write_text("\n".join(lines))
+with (target / "entry_points.txt").open("w") as points:
+    for group, entries in project["entry-points"].items():
+        print(f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()), "", sep="\n", file=points)
 (target / "RECORD").touch()
 EOF
 du -sh "$folder"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from hal.core.group import RankGroup
+from hal.core.integrations.vllm.errors import as_runtime_errors
 from hal.core.integrations.vllm.logging import logger
 from hal.core.integrations.vllm.options import PluginOptions
 from hal.core.report import SleepReport, WakeReport, is_asleep
@@ -164,7 +165,8 @@ class HalMemAllocator:
         wanted = None if tags is None else _as_tags(tags)
         asleep = self.sleeping_tags
         chosen = [tag for tag in asleep if wanted is None or tag in wanted or tag not in DEFERRABLE]
-        report = self.manager.wake_up(chosen, wait_for_memory=self.options.wait_for_memory)
+        with as_runtime_errors():
+            report = self.manager.wake_up(chosen, wait_for_memory=self.options.wait_for_memory)
         return self._told(report)
 
     def park(self) -> None:
@@ -175,7 +177,8 @@ class HalMemAllocator:
     def _sleep(self, policy: dict[str, Policy]) -> SleepReport:
         before = self.sleeping_tags
         try:
-            report = self.manager.sleep(policy=policy)
+            with as_runtime_errors():
+                report = self.manager.sleep(policy=policy)
         except HalError as error:
             if self.sleeping_tags == before:
                 raise

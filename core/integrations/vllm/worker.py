@@ -7,14 +7,13 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 from hal.core.group import RankGroup
 from hal.core.integrations.vllm import installation, scratch
 from hal.core.integrations.vllm.allocator import HalMemAllocator
 from hal.core.integrations.vllm.cpu import HostWorkerMixin
+from hal.core.integrations.vllm.errors import named_errors
 from hal.core.integrations.vllm.logging import logger
 from hal.core.integrations.vllm.lora import preserve_adapters
 from hal.errors import HalError, StateError
@@ -125,18 +124,6 @@ def restore_connector_caches() -> None:
         connector = kv_transfer.get_kv_transfer_group()
         if hasattr(connector, "restore_kv_caches"):
             connector.restore_kv_caches()
-
-
-@contextmanager
-def named_errors() -> Iterator[None]:
-    """Put the type of a typed error into its text: between processes vLLM sends the text alone."""
-    try:
-        yield
-    except HalError as error:
-        name = type(error).__name__
-        if error.args and not str(error.args[0]).startswith(name):
-            error.args = (f"{name}: {error.args[0]}", *error.args[1:])
-        raise
 
 
 def _ranks_of_engine(vllm_config: Any) -> RankGroup | None:

@@ -4,6 +4,7 @@ needs no vLLM.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -143,8 +144,12 @@ def test_r13_a_wake_that_fails_can_be_made_again(
     weights, cache = filled(allocator, "weights", 3), filled(allocator, "kv_cache", 5)
     allocator.sleep(("weights", "kv_cache"))
     allocator.manager.device.fail("create", nth=2, code=target.out_of_memory)
-    with pytest.raises(OutOfDeviceMemory):
+    with pytest.raises(OutOfDeviceMemory) as caught:
         allocator.wake_up()
+    assert isinstance(caught.value, RuntimeError)  # as vLLM's own allocators raise
+    elsewhere = pickle.loads(pickle.dumps(caught.value))
+    assert type(elsewhere) is OutOfDeviceMemory
+    assert (str(elsewhere), elsewhere.tag) == (str(caught.value), caught.value.tag)
     assert allocator.sleeping_tags == {"weights", "kv_cache"}
     allocator.manager.device.clear_faults()
     allocator.wake_up()
