@@ -50,6 +50,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> Any
     return module
 
 
+def only(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Leave the moves whose names have one of these words."""
+    chosen = [m for m in scratch.MOVES if any(word in m.name for word in words)]
+    monkeypatch.setattr(scratch, "MOVES", chosen)
+
+
 def in_workspace(allocator: HalMemAllocator, tensor: torch.Tensor) -> bool:
     return allocator.manager.tag_of(tensor) == "workspace"
 
@@ -71,6 +77,7 @@ def test_the_sampler_kernel_finds_the_largest_buffer(
 def test_dense_and_sparse_decoding_share_one_buffer(
     allocator: HalMemAllocator, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    only(monkeypatch, "decode")
     sizes = dict(zip(scratch.MLA_SIZES, (MIB, 4 * MIB), strict=True))
     dense = stand_in(monkeypatch, scratch.MLA, _get_workspace_buffer=None, **sizes)
 
@@ -94,6 +101,7 @@ def test_a_missing_name_leaves_vllm_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    only(monkeypatch, "decode")
     dense = stand_in(monkeypatch, scratch.MLA, _get_workspace_buffer="vLLM's")
     monkeypatch.setattr(scratch.logger(), "propagate", True)
     with caplog.at_level("INFO", logger="vllm.hal"):
@@ -111,6 +119,7 @@ def test_the_merge_is_bounded_wherever_it_is_called(
 
     def original() -> None: ...
 
+    only(monkeypatch, "merge")
     kernels = {"pack_dcp_topk_candidates_cutedsl": min}
     kernels |= {"stable_topk_from_gathered_candidates_cutedsl": max}
     stand_in(monkeypatch, dcp_merge.KERNELS, **kernels)
