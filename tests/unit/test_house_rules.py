@@ -21,7 +21,10 @@ ROOM_LINES = 280
 """About 250 lines a file; a vendor that needs more gets a second file beside it."""
 
 # (file, top-level name): data that has to name vendors. Nothing else may.
-VENDOR_TABLES = {("hal/detect.py", "VENDORS")}
+VENDOR_TABLES = {
+    ("hal/detect.py", "VENDORS"),
+    ("core/integrations/vllm/vendors.py", "VENDORS"),  # what vLLM calls each vendor's parts
+}
 
 # file -> names of other projects' public interfaces, which say a vendor's name for any device.
 FOREIGN_NAMES = {"core/integrations/torch_memory_saver/saver.py": frozenset({"cuda_graph"})}

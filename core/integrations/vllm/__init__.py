@@ -1,0 +1,1 @@
+"""vLLM's sleep mode on this library, found through vLLM's entry points; see `plugin`."""
