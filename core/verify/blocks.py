@@ -77,6 +77,22 @@ class BlockPool:
         self._by_prefix.clear()
         self._prefix_of.clear()
 
+    def indexed(self) -> dict[tuple[int, ...], int]:
+        """The block that holds the last tokens of each known prefix, shorter prefixes first."""
+        return dict(sorted(self._by_prefix.items(), key=lambda entry: (len(entry[0]), entry[0])))
+
+    def adopt(self, prefix: tuple[int, ...]) -> int | None:
+        """A free block for a prefix whose contents the caller brings; None when there is none, or
+        the prefix is known.
+        """
+        if not self._free or prefix in self._by_prefix:
+            return None
+        block = heapq.heappop(self._free)
+        self._by_prefix[prefix] = block
+        self._prefix_of[block] = prefix
+        self._unused[block] = None
+        return block
+
     def _prefixes(self, prompt: tuple[int, ...]) -> list[tuple[int, ...]]:
         full = len(prompt) // self.block_size
         return [prompt[: (count + 1) * self.block_size] for count in range(full)]

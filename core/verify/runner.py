@@ -269,7 +269,7 @@ class _CaseRun:
         told = len(self.caught)
         if not step.ignored:
             self._slept_with = checks.digests(self.subject)
-        report = self.sleeper.sleep(step.level)
+        report = self.engine.sleep(step.level)
         if step.ignored:
             text = f"a sleep while asleep released {report.total_bytes:,} bytes again"
             self._expect(not report.total_bytes, text)
