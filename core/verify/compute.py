@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class Models:
     target: Transformer
     draft: Draft | None = None
 
+    @cached_property
     def named(self) -> dict[str, Tensor]:
         """Every parameter, buffer and plain tensor attribute by name."""
         found: dict[str, Tensor] = {}
@@ -41,7 +43,7 @@ class Models:
         """Buffers, adapters and maps: what a load leaves alone."""
         loaded = {id(each) for each in self.target.parameters()}
         loaded |= {id(each) for each in self.draft.parameters()} if self.draft else set()
-        return {name: tensor for name, tensor in self.named().items() if id(tensor) not in loaded}
+        return {name: tensor for name, tensor in self.named.items() if id(tensor) not in loaded}
 
     def load(self, seed: int) -> None:
         """Fill the parameters from the checkpoint of `seed`."""

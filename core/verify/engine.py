@@ -177,7 +177,7 @@ class ReferenceEngine:
     def registered(self) -> dict[str, Registered]:
         """Every tensor of the engine by name, with the tag that it must have."""
         groups: tuple[tuple[str, str | None, dict[str, Tensor]], ...] = (
-            ("model", "weights", self._models.named()),
+            ("model", "weights", self._models.named),
             ("pages", "kv_cache", {str(index): pages for index, pages in enumerate(self.pages)}),
             ("runtime", self._runtime_tag, named_tensors(self.runtime)),
             ("workspace", "workspace", named_tensors(self.workspace)),
@@ -188,16 +188,17 @@ class ReferenceEngine:
             f"{group}.{name}": Registered(tensor, tag)
             for group, tag, tensors in groups
             for name, tensor in tensors.items()
+            if tensor.numel()
         }
 
     # -- sleep and wake
 
     def _connect(self) -> None:
         """Tell the manager what no checkpoint brings back, and what follows from an empty cache."""
-        self.sleeper.track(self._models.named(), prefix="model.")
+        self.sleeper.track(self._models.named, prefix="model.")
         self.sleeper.preserve(self._models.in_no_checkpoint())
         if self._connector:
-            self.sleeper.before_sleep(self._drain_to_host, name="save blocks in host memory")
+            self.sleeper.before_sleep(self.drain, name="save blocks in host memory")
         self.sleeper.after_wake(self._cache_woke, name="restart on an empty KV cache", tag=KV_CACHE)
         tags = {entry.tag for entry in self.registered().values()}
         self._needs = sorted(tag for tag in tags if tag is not None)
@@ -213,7 +214,8 @@ class ReferenceEngine:
             return self.sleeper.sleep(level)
         return self.sleeper.sleep(level, policy=policy)
 
-    def _drain_to_host(self) -> None:
+    def drain(self) -> None:
+        """Let the connector save what it can; every sleep begins with it."""
         if self._connector and not self.sleeper.is_sleeping and not self._keeps_cache:
             self._connector.save(self._blocks, self._unwritten())
 
