@@ -98,3 +98,16 @@ run_sections() {
 hal() { "$python" -P -m hal.core.cli "$@"; }
 bench() { "$python" "$root/bench/$1.py" --platform "$platform" --json "$results/$1.json" "${@:2}"; }
 tests() { "$python" -P -m pytest -q -p no:cacheprovider "$@"; }
+
+# The emulated vendors join as another package's platforms would: by entry points. Their classes are in tests/emulator.
+register_emulated() {
+  local site=$root/build/emulated-site
+  local info=$site/hal_emulated-1.dist-info
+  mkdir -p "$info"
+  printf 'Metadata-Version: 2.1\nName: hal-emulated\nVersion: 1\n' >"$info/METADATA"
+  printf '[hal.platforms]\n%s\n' \
+    'cuda-emulated = emulator.registered:RegisteredCuda
+rocm-emulated = emulator.registered:RegisteredRocm
+xpu-emulated = emulator.registered:RegisteredXpu' >"$info/entry_points.txt"
+  export PYTHONPATH=$root/tests:$site${PYTHONPATH:+:$PYTHONPATH}
+}

@@ -196,12 +196,16 @@ class ReferenceEngine:
     def _connect(self) -> None:
         """Tell the manager what no checkpoint brings back, and what follows from an empty cache."""
         self.sleeper.track(self._models.named, prefix="model.")
-        self.sleeper.preserve(self._models.in_no_checkpoint())
+        self.sleeper.preserve(self._preserved())
         if self._connector:
             self.sleeper.before_sleep(self.drain, name="save blocks in host memory")
         self.sleeper.after_wake(self._cache_woke, name="restart on an empty KV cache", tag=KV_CACHE)
         tags = {entry.tag for entry in self.registered().values()}
         self._needs = sorted(tag for tag in tags if tag is not None)
+
+    def _preserved(self) -> dict[str, Tensor]:
+        """What must outlive a discard, since no load brings it back."""
+        return self._models.in_no_checkpoint()
 
     def sleep(
         self, level: int = 1, *, policy: Mapping[str, Policy] | None = None

@@ -79,6 +79,10 @@ def make_plan(options: VerifyOptions) -> Plan:
     _require_positive("cycles", options.cycles)
     cases = choose(options.cases, options.cycles)
     defect = choose_break(options.break_name) if options.break_name else None
+    if defect and defect.cell:
+        raise InvalidArgument(
+            f"--break {defect.name} shows in a cell of the matrix: add --cell {defect.cell}"
+        )
     platform = _platform(options, defect)
     setup = Setup(
         platform,

@@ -36,6 +36,7 @@ class EmulatedCudaPlatform(CpuPlatform):
     """
 
     name: ClassVar[str] = "cuda"
+    driver: ClassVar[str] = "cuda"
     options: ClassVar[str] = ""
     """Of the driver, as it takes them."""
 
@@ -55,7 +56,7 @@ class EmulatedCudaPlatform(CpuPlatform):
         emulator.set_capacity(emulator.stats(index).used_bytes + self._capacity, index)
         emulator.set_poison(self._dirty)
         self._prepare()
-        return Device(self.name, index, self.options)
+        return Device(self.driver, index, self.options)
 
     def _prepare(self) -> None:
         """Let the driver find its emulated library."""
@@ -70,6 +71,7 @@ class EmulatedRocmPlatform(EmulatedCudaPlatform):
     """The ROCm driver over the emulated HIP runtime, with the quirks of some of its releases."""
 
     name: ClassVar[str] = "rocm"
+    driver: ClassVar[str] = "rocm"
     options: ClassVar[str] = "chunk=4194304"
 
     def __init__(
@@ -104,6 +106,7 @@ class EmulatedXpuPlatform(CpuPlatform):
     """
 
     name: ClassVar[str] = "xpu"
+    driver: ClassVar[str] = "xpu"
 
     def __init__(
         self,
@@ -121,4 +124,4 @@ class EmulatedXpuPlatform(CpuPlatform):
         emulator = emulated_xpu()
         emulator.reset()
         emulator.set(total=emulator.used_bytes() + self._capacity, poison=self._dirty)
-        return Device(self.name, index, "")
+        return Device(self.driver, index, "")

@@ -41,10 +41,12 @@ class Tier:
     requests: int
     minutes: float
     without: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    """Cells by name that it has nevertheless."""
 
     def has(self, row: Row) -> bool:
         """Whether the tier takes a row."""
-        return all(row[axis] not in values for axis, values in self.without.items())
+        return all(row.get(axis) not in values for axis, values in self.without.items())
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,12 @@ class Matrix:
         """
         found = {cell.name: cell for cell in (*self.named, *self._single())}
         if tier.strength:
-            axes = self._supported(unsupported)
+            axes = self._supported(unsupported, tier)
             known = [cell.values for cell in found.values() if self._is_in(axes, cell.values)]
             rows = cover(axes, tier.strength, self.allows, known)
             found |= {name: Cell(name, row) for row in rows if (name := self.name_of(row))}
-        return tuple(cell for cell in found.values() if tier.has(cell.values))
+        taken = {name: cell for name, cell in found.items() if tier.has(cell.values)}
+        return tuple((taken | {name: self.parse(name) for name in tier.also}).values())
 
     def _single(self) -> list[Cell]:
         """A cell for each value that no named cell has, where such a cell may be."""
@@ -167,10 +170,15 @@ class Matrix:
         ]
 
     def _supported(
-        self, unsupported: Mapping[tuple[str, str], str]
+        self, unsupported: Mapping[tuple[str, str], str], tier: Tier
     ) -> dict[str, tuple[str, ...]]:
+        """The axes with the values that the platform and the tier have."""
         return {
-            axis: tuple(value for value in values if (axis, value) not in unsupported)
+            axis: tuple(
+                value
+                for value in values
+                if (axis, value) not in unsupported and tier.has({axis: value})
+            )
             for axis, values in self.axes.items()
         }
 
@@ -181,7 +189,8 @@ class Matrix:
 
 def _tier(name: str, entry: Mapping[str, Any]) -> Tier:
     without = {axis: tuple(map(str, values)) for axis, values in entry.get("without", {}).items()}
-    return Tier(name, entry["strength"], entry["requests"], entry["minutes"], without)
+    also = tuple(entry.get("also", ()))
+    return Tier(name, entry["strength"], entry["requests"], entry["minutes"], without, also)
 
 
 def _exclusion(entry: Mapping[str, Any]) -> Exclusion:
