@@ -368,6 +368,46 @@ def plan(
 
 
 @app.command()
+def soak(
+    platform: Annotated[str | None, typer.Option(metavar="NAME", help="Default: detected.")] = None,
+    device: Annotated[int, typer.Option(metavar="N", help="Index of the device.")] = 0,
+    minutes: Annotated[float, typer.Option(metavar="N", min=0, help="How long it lives.")] = 2.0,
+    seed: Annotated[int, typer.Option(metavar="S", help="Of engines and actions.")] = 0,
+    life: Annotated[
+        int | None, typer.Option(metavar="N", help="Repeat this life of the seed alone.")
+    ] = None,
+    json_: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write what was found; - is standard output."),
+    ] = None,
+) -> None:
+    """Let engines live at random, with load and faults, against a model of what must be true."""
+    from hal.core.soak.run import soak as run_soak
+    from hal.core.soak.run import summary
+    from hal.core.verify.matrix.cells import Site
+    from hal.core.verify.matrix.table import Matrix, find_matrix
+    from hal.detect import detect
+
+    found = detect(platform)
+    found.device(device)
+    outcome = run_soak(
+        Site(found.name, device, seed),
+        Matrix.load(find_matrix()),
+        seconds=minutes * 60,
+        seed=seed,
+        only=life,
+        told=lambda text: print(text, file=sys.stderr),
+    )
+    if json_:
+        _write_json(outcome.as_dict(), json_)
+    out = sys.stderr if json_ == "-" else sys.stdout
+    for line in summary(outcome, found.name):
+        print(line, file=out)
+    if not outcome.passed:
+        raise typer.Exit(DIFFERENCE)
+
+
+@app.command()
 def bench(
     platform: Annotated[str | None, typer.Option(metavar="NAME", help="Default: detected.")] = None,
     device: Annotated[int, typer.Option(metavar="N", help="Index of the device.")] = 0,

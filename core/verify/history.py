@@ -64,7 +64,7 @@ class Line:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """Memory after one transition: mapped device bytes by tag, backups, anonymous host memory."""
 
@@ -100,6 +100,8 @@ class History:
     full_wakes: int = 0
     faults: int = 0
     """Transitions that were made to fail."""
+    _states: dict[tuple[tuple[str, int], ...], dict[str, int]] = field(default_factory=dict)
+    """Each state of `mapped` once: what is watched must not grow by being watched."""
 
     @classmethod
     def of(cls, subject: Subject) -> History:
@@ -129,7 +131,7 @@ class History:
         self.samples.append(
             Sample(
                 kind,
-                dict(self.mapped),
+                self._states.setdefault(tuple(self.mapped.items()), dict(self.mapped)),
                 backups,
                 anonymous_bytes(),
                 report.copied_bytes,

@@ -431,6 +431,7 @@ class _CaseRun:
         if now != before:
             text = f"{what} raised {type(error).__name__} and changed {before} to {now}"
             self.note([Finding(Gate.FAULTS, text)])
+            raise StateError("not continued: what counts as awake may have no memory")
         if self._slept_with is not None and not self.sleeper.is_sleeping:
             self.note(checks.check_contents(self.subject, self._slept_with))
             self.note(checks.check_addresses(self.subject, self._baseline))
