@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,14 +111,9 @@ class _Link:
         return self._rate(self._there, self._here)
 
     def _rate(self, target: torch.Tensor, source: torch.Tensor) -> float:
-        copy: Callable[[], object]
-        if self._is_one:
-            copy = source.clone
-        else:
-            copy = lambda: target.copy_(source, non_blocking=True)  # noqa: E731
         self._device.synchronize()
         start = time.perf_counter()
-        kept = copy()
+        kept = source.clone() if self._is_one else target.copy_(source, non_blocking=True)
         self._device.synchronize()
         seconds = time.perf_counter() - start
         del kept

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from hal.core.tags import KV_CACHE, WEIGHTS, Policy
 
-FAULTS = (
-    "create map access unmap release copy_to_host copy_to_device fill synchronize".split()
-)
+FAULTS = "create map access unmap release copy_to_host copy_to_device fill synchronize".split()
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Sleep:
 
     def __str__(self) -> str:
         how = ", ".join(f"{tag}={policy.value}" for tag, policy in self.policy)
-        return f"sleep({self.level if self.level else how}){self.fault or ''}"
+        return f"sleep({self.level or how}){self.fault or ''}"
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,7 @@ def _engine(matrix: Matrix, seed: int, number: int) -> Cell:
     return matrix.cell({axis: chance.choice(matrix.axes[axis]) for axis in _ENGINE_AXES})
 
 
-def _live(
-    setup: Setup, seed: str, cell: Cell, outcome: Outcome, subject: type[Subject]
-) -> None:
+def _live(setup: Setup, seed: str, cell: Cell, outcome: Outcome, subject: type[Subject]) -> None:
     outcome.lives += 1
     with _quiet():
         life = _Life(setup, outcome, subject)
@@ -193,10 +191,8 @@ class _Life:
     # -- transitions
 
     def _sleep(self, action: Sleep) -> None:
-        if action.level:
-            policies = self.expected.policies(action.level)
-        else:
-            policies = dict(action.policy)
+        level = action.level
+        policies = self.expected.policies(level) if level else dict(action.policy)
 
         def act() -> None:
             if action.level:
@@ -325,7 +321,6 @@ def _reference(setup: Setup, requests: tuple[Request, ...]) -> dict[int, Complet
 def _require(held: bool, otherwise: str) -> None:
     if not held:
         raise Violated(otherwise)
-
 
 
 def summary(outcome: Outcome, platform: str) -> Iterator[str]:

@@ -98,7 +98,7 @@ class _LeakingHost(ReferenceEngine):
 
 
 class _ResetScales(ReferenceEngine):
-    """"Repairs" the scales of an 8-bit cache after a wake, to 1.0."""
+    """ "Repairs" the scales of an 8-bit cache after a wake, to 1.0."""
 
     def restart(self) -> None:
         super().restart()
@@ -116,8 +116,8 @@ class _LostAdapters(ReferenceEngine):
 
 
 class _StaleStates(ReferenceEngine):
-    """Begins recurrent states with what their pages hold: zeros, as a request that ends leaves them,
-    until the pages are discarded.
+    """Begins recurrent states with what their pages hold: zeros, as each request leaves them, until
+    the pages are discarded.
     """
 
     def _release(self, running: Any) -> None:

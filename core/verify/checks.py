@@ -124,9 +124,7 @@ def block_digests(subject: Subject, tags: Iterable[str]) -> dict[Block, str]:
 
 def check_blocks(subject: Subject, before: Mapping[Block, str]) -> Iterator[Finding]:
     """Each of these blocks is still there and holds the bytes that it slept with."""
-    live = {
-        tag: dict(subject.sleeper.live_blocks(tag)) for tag in {tag for tag, _, _ in before}
-    }
+    live = {tag: dict(subject.sleeper.live_blocks(tag)) for tag in {tag for tag, _, _ in before}}
     for block, digest_before in before.items():
         tag, address, size = block
         if live[tag].get(address) != size:

@@ -207,9 +207,7 @@ class ReferenceEngine:
         """What must outlive a discard, since no load brings it back."""
         return self._models.in_no_checkpoint()
 
-    def sleep(
-        self, level: int = 1, *, policy: Mapping[str, Policy] | None = None
-    ) -> SleepReport:
+    def sleep(self, level: int = 1, *, policy: Mapping[str, Policy] | None = None) -> SleepReport:
         """Put memory to sleep, and remember whether the cache keeps its contents."""
         keeps = policy is not None and policy.get(KV_CACHE) is Policy.OFFLOAD
         if KV_CACHE not in self.sleeper.sleeping_tags:

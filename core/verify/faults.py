@@ -1,4 +1,4 @@
-"""Causes of failed transitions: a driver call that fails, and a device that somebody else filled."""
+"""Causes of failed transitions: a driver call that fails, and a device that others have filled."""
 
 from __future__ import annotations
 

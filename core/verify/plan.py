@@ -88,9 +88,9 @@ def make_plan(options: VerifyOptions) -> Plan:
         platform,
         options.device,
         _backing(options, defect),
-        "flatten" if options.nesting == "flatten" else "auto",
-        options.execution,
-        EngineConfig(seed=options.seed),
+        nesting="flatten" if options.nesting == "flatten" else "auto",
+        execution=options.execution,
+        engine=EngineConfig(seed=options.seed),
     )
     _require_graphs(setup)
     _try_backing(setup)

@@ -26,9 +26,9 @@ from hal.core.verify.cases import (
     Wake,
 )
 from hal.core.verify.engine import ReferenceEngine
-from hal.core.verify.report import CaseResult, Finding, Gate
 from hal.core.verify.faults import all_memory_taken, failing
 from hal.core.verify.history import History
+from hal.core.verify.report import CaseResult, Finding, Gate
 from hal.core.verify.requests import Completion, Request, differences
 from hal.core.verify.subject import Subject
 from hal.core.verify.timing import Stopwatch
@@ -230,15 +230,20 @@ class _CaseRun:
                 self.engine.submit(self.requests[part.of(len(self.requests))])
             case Drain():
                 self._drain()
-            case Sleep():
-                self._sleep(step)
-            case Wake():
-                self._wake(step)
             case Reload():
                 self.engine.reload_weights()
                 self._check_if_awake()
             case Refuse(error):
                 self._refuse(error)
+            case _:
+                self._change(step)
+
+    def _change(self, step: Sleep | Wake | Faulted | Refused) -> None:
+        match step:
+            case Sleep():
+                self._sleep(step)
+            case Wake():
+                self._wake(step)
             case Faulted():
                 self._faulted(step)
             case Refused():

@@ -247,8 +247,9 @@ class Workspace:
     def build(cls, config: EngineConfig, device: torch.device) -> Workspace:
         """Allocate on `device`, in whatever pool scope is open."""
         model, slots = config.model, config.rows * config.context
-        grouped, is_latent = (model.kv_heads, model.head_size), (
-            model.architecture is Architecture.MLA
+        grouped, is_latent = (
+            (model.kv_heads, model.head_size),
+            (model.architecture is Architecture.MLA),
         )
 
         def context(*shape: int) -> Tensor:

@@ -16,6 +16,9 @@ from hal.core.verify.report import Gate
 
 MATRIX = Matrix.load(Path(__file__).resolve().parents[2] / "ci" / "matrix.toml")
 REQUESTS = 12
+NO_FAULTS = ("none", "host_register@sleep")
+"""Of the axis: nothing, and what only pinned memory has."""
+FAULTS = [value for value in MATRIX.axes["fault"] if value not in NO_FAULTS]
 CAUGHT_BY = {
     "runtime-in-kv": {Gate.PLACEMENT, Gate.AUDIT, Gate.CONTENTS},
     "tag-from-scope": {Gate.PLACEMENT, Gate.CONTENTS, Gate.REQUESTS},
@@ -63,7 +66,8 @@ def test_the_same_cells_pass_without_the_break(cell: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [value for value in MATRIX.axes["fault"] if value not in ("none", "host_register@sleep")]
+    "fault",
+    [value for value in MATRIX.axes["fault"] if value not in ("none", "host_register@sleep")],
 )
 def test_r13_r14_r66_a_fault_at_every_position_is_survived(fault: str) -> None:
     result = run(f"fault={fault}")

@@ -17,7 +17,7 @@ Point = tuple[float, float]
 
 
 def memory_chart(cell: Mapping[str, Any]) -> str:
-    """Two panels over a cell's transitions: mapped device memory by tag, host memory and backups."""
+    """Two panels over a cell's transitions: mapped device memory by tag; host memory, backups."""
     samples = cell["timeline"]
     tags = list(dict.fromkeys(tag for sample in samples for tag in sample["mapped"]))
     device = {tag: [sample["mapped"].get(tag, 0) for sample in samples] for tag in tags}
@@ -110,7 +110,8 @@ def rate_chart(bench: Mapping[str, Any]) -> str:
     )
     highest = max(value for _, *values in rows for value in values) or 1
     bars = "".join(
-        f"<div class='rate'><b>{name}</b>{_bar(rate, highest, 'c0', f'{rate / link:.0%} of the link')}"
+        f"<div class='rate'><b>{name}</b>"
+        f"{_bar(rate, highest, 'c0', f'{rate / link:.0%} of the link')}"
         f"{_bar(link, highest, 'c5', 'a plain copy')}</div>"
         for name, rate, link in rows
     )

@@ -51,7 +51,7 @@ def read(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     try:
         text = gzip.decompress(data) if path.suffix == ".gz" else data
-        report: dict[str, Any] = json.loads(text)
+        report = json.loads(text)
     except (ValueError, OSError) as error:
         raise InvalidArgument(f"{path} is no JSON report: {error}") from error
     if not isinstance(report, dict) or report.get("kind") != KIND:

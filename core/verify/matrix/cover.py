@@ -12,7 +12,7 @@ from itertools import combinations, product
 
 Row = Mapping[str, str]
 Allowed = Callable[[Row], bool]
-"""Whether a row, or a part of one, may be; what extends a part that may not be may not be either."""
+"""Whether a row, or a part of one, may be; if a part may not, nothing that extends it may."""
 
 _Combination = tuple[tuple[int, int], ...]
 """(axis, value) pairs by index, in the order of the axes."""

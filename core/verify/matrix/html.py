@@ -90,7 +90,7 @@ def _problems(report: Mapping[str, Any]) -> str:
     return f'<ul class="problems">{items}</ul>'
 
 
-# ---- the heat map: engines by what happens to them ------------------------------------------------
+# ---- the heat map: engines by what happens to them -----------------------------------------------
 
 
 def _heat_map(cells: Sequence[Cell]) -> str:
@@ -162,7 +162,7 @@ def _field(name: str, cells: Sequence[Cell], column: tuple[str, str]) -> str:
     return f"<td class='{worst}'>{button}</td>"
 
 
-# ---- failures, rates and memory -------------------------------------------------------------------
+# ---- failures, rates and memory ------------------------------------------------------------------
 
 
 def _failures(cells: Sequence[Cell]) -> str:
@@ -209,7 +209,7 @@ def _timelines(cells: Sequence[Cell]) -> str:
     return f"<label class='pick'>Cell <select id='timeline'>{options}</select></label>{charts}"
 
 
-# ---- every cell -----------------------------------------------------------------------------------
+# ---- every cell ----------------------------------------------------------------------------------
 
 
 def _table(cells: Sequence[Cell]) -> str:
@@ -218,7 +218,6 @@ def _table(cells: Sequence[Cell]) -> str:
 
 def _row(cell: Cell) -> str:
     verdict = cell["verdict"]
-    shown = {axis: value for axis, value in cell["values"].items()}
     reason = cell["reason"] or cell["why"]
     fields = (
         f"<td class='{verdict}'><span>{verdict}</span></td>",
@@ -228,7 +227,7 @@ def _row(cell: Cell) -> str:
         f"<td class='n'>{cell['seconds']:.1f}</td>",
         f"<td><code>{_text(cell['command'])}</code></td>",
     )
-    return f"<tr data-values='{_text(json.dumps(shown))}'>{''.join(fields)}</tr>"
+    return f"<tr data-values='{_text(json.dumps(cell['values']))}'>{''.join(fields)}</tr>"
 
 
 def _environment(environment: Mapping[str, Any]) -> str:

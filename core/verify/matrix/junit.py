@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
+from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from hal.core.verify.matrix.report import CellResult, MatrixReport, Verdict

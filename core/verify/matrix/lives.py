@@ -109,8 +109,8 @@ class _Life:
             every = (WEIGHTS, RUNTIME, CUDAGRAPH, CONNECTOR)
             return replace(sleep, kept=every[1:] if self._reloads else every)
         lost = {tag for tag, policy in sleep.policy if policy is Policy.DISCARD}
-        every = (WEIGHTS, RUNTIME, CUDAGRAPH, CONNECTOR, KV_CACHE)
-        return replace(sleep, kept=tuple(tag for tag in every if tag not in lost))
+        with_cache = (WEIGHTS, RUNTIME, CUDAGRAPH, CONNECTOR, KV_CACHE)
+        return replace(sleep, kept=tuple(tag for tag in with_cache if tag not in lost))
 
     @property
     def _reloads(self) -> bool:
@@ -200,4 +200,3 @@ _ROUND: tuple[Step, ...] = (Submit(), Drain())
 def _serves(cycle: int, cycles: int) -> bool:
     """Whether a round is served after a cycle: after the first, the last, and some between."""
     return cycle in (0, cycles - 1) or (cycle + 1) % max(1, cycles // SERVED_CYCLES) == 0
-

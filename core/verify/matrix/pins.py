@@ -39,7 +39,9 @@ def problems(
 
 def write(path: Path, tier: str, cells: Sequence[str], unsupported: Mapping[str, str]) -> None:
     """Make a run's set the pinned one of its tier."""
-    content = _read(path) if path.exists() else {"schema": SCHEMA, "tiers": {}}
+    content: dict[str, Any] = {"schema": SCHEMA, "tiers": {}}
+    if path.exists():
+        content = _read(path)
     entry: dict[str, Any] = {"count": len(cells), "sha256": _digest(cells)}
     if len(cells) <= LISTED:
         entry["cells"] = sorted(cells)

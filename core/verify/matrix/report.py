@@ -140,9 +140,7 @@ class MatrixReport:
             "problems": list(self.problems),
             "notes": list(self.notes),
             "bench": None if self.bench is None else dict(self.bench),
-            "cells": [
-                cell.as_dict() | {"command": self.command(cell.name)} for cell in self.cells
-            ],
+            "cells": [cell.as_dict() | {"command": self.command(cell.name)} for cell in self.cells],
         }
 
 

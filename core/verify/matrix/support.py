@@ -1,9 +1,10 @@
-"""Which values of the axes a platform cannot have, and why: asked of the platform, not of a list."""
+"""Which values of the axes a platform cannot have, and why: asked of the platform itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -58,20 +59,17 @@ def _flatten(asked: _Asked) -> str:
     return asked.platform.capabilities_of(asked.device).flatten.reason
 
 
-def _retained(asked: _Asked) -> str:
-    return _option(BackupOptions, retain=True)
+def _option(**options: Any) -> Callable[[_Asked], str]:
+    """Why backups cannot be kept with these options."""
 
+    def why_not(_: _Asked) -> str:
+        try:
+            BackupOptions(**options)
+        except Unsupported as error:
+            return str(error)
+        return ""
 
-def _compressed(asked: _Asked) -> str:
-    return _option(BackupOptions, compress=CODEC)
-
-
-def _option(make: Callable[..., object], **options: object) -> str:
-    try:
-        make(**options)
-    except Unsupported as error:
-        return str(error)
-    return ""
+    return why_not
 
 
 def _float8(asked: _Asked) -> str:
@@ -102,8 +100,8 @@ _RULES: dict[tuple[str, str], Callable[[_Asked], str]] = {
     ("execution", "graphs"): _graphs,
     ("backing", "pinned"): _pinned,
     ("fault", "host_register@sleep"): _pinned,
-    ("backing", "compressed"): _compressed,
-    ("backing", "retained"): _retained,
+    ("backing", "compressed"): _option(compress=CODEC),
+    ("backing", "retained"): _option(retain=True),
     ("kv", "fp8"): _float8,
     ("nesting", "lifo"): _lifo,
     ("nesting", "fifo"): _fifo,

@@ -96,9 +96,7 @@ def summarize(console: Console, report: MatrixReport) -> None:
 def _table(report: MatrixReport) -> Table:
     """For each value of each axis, how its cells ended."""
     name = report.environment["capabilities"]["device_name"]
-    table = Table(
-        title=f"Matrix {report.tier} on {report.platform} ({name})", title_justify="left"
-    )
+    table = Table(title=f"Matrix {report.tier} on {report.platform} ({name})", title_justify="left")
     table.add_column("axis", no_wrap=True)
     table.add_column("passed, failed or unsupported cells of each value")
     for axis in dict.fromkeys(axis for cell in report.cells for axis in cell.values):
