@@ -5,7 +5,7 @@
 #
 #   OUT            where JSON and the log go (default: build/emulated)
 #   PYTHON         a Python of version 3.11 or newer (default: python3)
-#   SOAK_MINUTES   of each vendor's soak (default: 0.5)
+#   SOAK_MINUTES, SOAK_SEED  of each vendor's soak (default: 0.5 and 1)
 #
 # Exit status: 0 when everything passed, 1 when a section failed, 2 for bad usage.
 set -euo pipefail
@@ -22,7 +22,8 @@ section_xpu() { section_of xpu-emulated; }
 
 section_of() {
   section "matrix-$1" hal verify --platform "$1" --matrix quick --no-bench --report "$results/$1"
-  section "soak-$1" hal soak --platform "$1" --minutes "${SOAK_MINUTES:-0.5}" --seed 1
+  section "soak-$1" hal soak --platform "$1" --minutes "${SOAK_MINUTES:-0.5}" --seed "${SOAK_SEED:-1}" \
+    --json "$results/soak-$1.json"
 }
 
 run_sections "$@"

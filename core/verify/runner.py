@@ -183,6 +183,7 @@ class _CaseRun:
         self._slept_with: dict[str, str] | None = None
         self._blocks_slept_with: dict[checks.Block, str] = {}
         self._slept_by: Sleep | None = None
+        self._reached: dict[str, int] = {}
         self.history = History.of(subject)
 
     @property
@@ -214,6 +215,8 @@ class _CaseRun:
             if isinstance(step, Drain) and self.damaged:
                 return
         self.note(self.history.creep())
+        for point, positions in self._reached.items():
+            self._expect(positions > 0, f"no call of {point} was there to fail")
 
     def close(self) -> None:
         """Give the subject back, and look whether it is all there."""
@@ -380,7 +383,8 @@ class _CaseRun:
             with failing(self.subject.device, step.point, nth) as fault:
                 error = self._attempt(step.step)
             if not fault.hit:
-                self._finish_faulted(step, nth - 1, error)
+                self._reached[step.point] = self._reached.get(step.point, 0) + nth - 1
+                self._finish_faulted(step, error)
                 return
             del self.caught[told:]  # a fault may well be warned of
             if error is None:
@@ -390,8 +394,7 @@ class _CaseRun:
             self.history.faults += 1
         self._expect(False, f"{step} did not end after {MOST_POSITIONS} positions")
 
-    def _finish_faulted(self, step: Faulted, reached: int, error: Exception | None) -> None:
-        self._expect(reached > 0, f"{step}: no call was there to fail")
+    def _finish_faulted(self, step: Faulted, error: Exception | None) -> None:
         if error is not None:
             raise error
         if isinstance(step.step, Wake):

@@ -162,8 +162,7 @@ class _Life:
         reloaded = not self._reloads
         steps = tuple(self._order(order))
         for index, wake in enumerate(steps):
-            # The first wake maps what is not deferrable too: a fault is swept there.
-            yield self._faulted(wake, "wake") if cycle == 0 and index == 0 else wake
+            yield self._faulted(wake, "wake") if cycle == 0 else wake
             if lifecycle == "request-half-awake" and index == 0:
                 yield Submit(Part.FIRST_HALF)
             if wake.leaves:

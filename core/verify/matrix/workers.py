@@ -70,7 +70,5 @@ def _alone(site: Site, job: Job) -> CellResult:
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    """Workers forked from a server that has imported everything and opened no device."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([run_cell.__module__])
-    return ProcessPoolExecutor(workers, mp_context=context)
+    """Fresh interpreters: no device, lock or thread of this process is in them."""
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
