@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import xml.etree.ElementTree as ElementTree
@@ -80,7 +81,7 @@ def test_problems_with_the_set_fail_a_run_whose_cells_pass(passed: MatrixReport)
 
 
 def test_the_terminal_says_what_failed_and_what_could_not_run(failed: MatrixReport) -> None:
-    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=140, record=True, file=io.StringIO())
     summarize(console, failed)
     text = console.export_text()
     assert "hal verify --platform cpu --cell sleep=level-2" in text

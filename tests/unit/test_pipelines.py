@@ -32,7 +32,7 @@ def test_github_gets_one_job_a_vendor(capsys: pytest.CaptureFixture[str]) -> Non
     assert [job["vendor"] for job in jobs] == list(FOUND)
     workflow = (ROOT / ".github/workflows/verify.yml").read_text()
     for field in ("vendor", "script", "labels", "minutes", "tier"):
-        assert "${{ matrix.%s }}" % field in workflow
+        assert f"${{{{ matrix.{field} }}}}" in workflow
         assert all(field in job for job in jobs)
 
 
