@@ -209,7 +209,7 @@ class ReferenceEngine:
 
     def sleep(self, level: int = 1, *, policy: Mapping[str, Policy] | None = None) -> SleepReport:
         """Put memory to sleep, and remember whether the cache keeps its contents."""
-        keeps = policy is not None and policy.get(KV_CACHE) is Policy.OFFLOAD
+        keeps = policy is not None and policy.get(KV_CACHE) is not Policy.DISCARD
         if KV_CACHE not in self.sleeper.sleeping_tags:
             self._keeps_cache = keeps
         if policy is None:

@@ -13,7 +13,7 @@ from hal.core.verify.cases import AWAKE, Case
 from hal.core.verify.engine import Execution
 from hal.core.verify.matrix.lives import BUDGET, case_of, engine_of, requests_of
 from hal.core.verify.matrix.report import CellResult, Verdict
-from hal.core.verify.matrix.support import CODEC
+from hal.core.verify.matrix.support import codec_of
 from hal.core.verify.matrix.table import Cell
 from hal.core.verify.report import CaseResult
 from hal.core.verify.requests import workload
@@ -104,6 +104,8 @@ def _backup(site: Site, cell: Cell) -> Mapping[str, Any]:
     defect = site.defect
     wanted = defect.backing if defect and defect.backing else cell["backing"]
     options: dict[str, Any] = dict(_BACKINGS[wanted]())
+    if wanted == "compressed":
+        options["compress"] = codec_of(_platform(site, cell), site.device)
     if cell["fault"] == "host-budget":
         options["budget"] = BUDGET
     return options
@@ -113,7 +115,7 @@ _BACKINGS: dict[str, Callable[[], Mapping[str, Any]]] = {
     "anonymous": lambda: {"backing": "anonymous"},
     "pinned": lambda: {"backing": "pinned"},
     "file": lambda: {"backing": f"file:{default_directory()}"},
-    "compressed": lambda: {"backing": "anonymous", "compress": CODEC},
+    "compressed": lambda: {"backing": "anonymous"},
     "retained": lambda: {"backing": "anonymous", "retain": True},
 }
 

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from hal.core.backup import BackupOptions
+from hal.core.sleep import SleepManager
 from hal.core.verify.matrix.table import Cell, Matrix
 from hal.detect import HOST
 from hal.errors import HalError, Unsupported
 from hal.platform import Platform, PoolNesting
 from hal.pools import torch_device
 
-CODEC = "zstd"
-"""The codec of compressed backups that needs no device."""
+CODECS = ("zstd", "ans")
+"""Codecs of compressed backups, of which a platform has one at most."""
+_SMALL = 1 << 16
 _ONE_RANK = "a cell is one process; ranks that agree are tested with hal.core.group"
 
 
@@ -59,17 +61,30 @@ def _flatten(asked: _Asked) -> str:
     return asked.platform.capabilities_of(asked.device).flatten.reason
 
 
-def _option(**options: Any) -> Callable[[_Asked], str]:
-    """Why backups cannot be kept with these options."""
+def codec_of(platform: Platform, device: int) -> str | None:
+    """The codec in which this platform keeps compressed backups; None when it has none."""
+    return next((c for c in CODECS if not _why_no_backups(platform, device, compress=c)), None)
 
-    def why_not(_: _Asked) -> str:
-        try:
-            BackupOptions(**options)
-        except Unsupported as error:
-            return str(error)
-        return ""
 
-    return why_not
+def _compressed(asked: _Asked) -> str:
+    reasons = [_why_no_backups(asked.platform, asked.device, compress=codec) for codec in CODECS]
+    return "" if "" in reasons else "; ".join(dict.fromkeys(reasons))
+
+
+def _retained(asked: _Asked) -> str:
+    return _why_no_backups(asked.platform, asked.device, retain=True)
+
+
+def _why_no_backups(platform: Platform, device: int, **options: Any) -> str:
+    """Why backups cannot be kept with these options, which is tried; "" when they can."""
+    try:
+        with SleepManager(
+            platform, device=device, backup=BackupOptions(backing="anonymous", **options)
+        ) as sleeper:
+            sleeper.prepare(_SMALL)
+    except Unsupported as error:
+        return str(error)
+    return ""
 
 
 def _float8(asked: _Asked) -> str:
@@ -100,8 +115,8 @@ _RULES: dict[tuple[str, str], Callable[[_Asked], str]] = {
     ("execution", "graphs"): _graphs,
     ("backing", "pinned"): _pinned,
     ("fault", "host_register@sleep"): _pinned,
-    ("backing", "compressed"): _option(compress=CODEC),
-    ("backing", "retained"): _option(retain=True),
+    ("backing", "compressed"): _compressed,
+    ("backing", "retained"): _retained,
     ("kv", "fp8"): _float8,
     ("nesting", "lifo"): _lifo,
     ("nesting", "fifo"): _fifo,

@@ -17,6 +17,7 @@ _STYLES = {
     Verdict.FAILED: "bold red",
     Verdict.UNSUPPORTED: "dim",
 }
+_MARKS = {Verdict.PASSED: "", Verdict.FAILED: " FAILED", Verdict.UNSUPPORTED: " unsupported"}
 _SLOWEST = 3
 _SHOWN_FINDINGS = 4
 
@@ -98,7 +99,7 @@ def _table(report: MatrixReport) -> Table:
     name = report.environment["capabilities"]["device_name"]
     table = Table(title=f"Matrix {report.tier} on {report.platform} ({name})", title_justify="left")
     table.add_column("axis", no_wrap=True)
-    table.add_column("passed, failed or unsupported cells of each value")
+    table.add_column("cells of each value that passed, unless it says otherwise")
     for axis in dict.fromkeys(axis for cell in report.cells for axis in cell.values):
         table.add_row(axis, _values(report, axis))
     return table
@@ -111,9 +112,11 @@ def _values(report: MatrixReport, axis: str) -> Text:
         counted[cell.verdict] += 1
     text = Text()
     for value, counted in counts.items():
-        worst = next(v for v in (Verdict.FAILED, Verdict.PASSED, Verdict.UNSUPPORTED) if counted[v])
         text.append(f"{value} ", style="bold")
-        text.append(f"{counted[worst]}  ", style=_STYLES[worst])
+        for verdict, mark in _MARKS.items():
+            if counted[verdict]:
+                text.append(f"{counted[verdict]}{mark} ", style=_STYLES[verdict])
+        text.append(" ")
     return text
 
 
