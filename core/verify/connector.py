@@ -52,7 +52,9 @@ class Connector:
         self._host = tuple(staging[: len(slots)].cpu().clone() for staging in self._staging)
 
     def restore(self, blocks: BlockPool) -> None:
-        """Bring what was saved into free blocks, and index it again."""
+        """Bring what was saved, if anything was, into free blocks, and index it again."""
+        if not self._saved:
+            return
         adopted = [(index, blocks.adopt(prefix)) for index, prefix in enumerate(self._saved)]
         places = [(index, block) for index, block in adopted if block is not None]
         slots = self._slots([block for _, block in places])

@@ -26,6 +26,7 @@ from hal.core.sleep import SleepManager
 from hal.core.tags import CUDAGRAPH, KV_CACHE, Policy
 from hal.core.verify.blocks import BlockPool, Lease
 from hal.core.verify.compute import Compute, Models, emitted, logprob_bits
+from hal.core.verify.config import Architecture
 from hal.core.verify.connector import TAG as CONNECTOR
 from hal.core.verify.connector import Connector
 from hal.core.verify.graphs import GraphRunner
@@ -305,10 +306,15 @@ class ReferenceEngine:
 
     def _start(self, request: Request) -> _Running:
         tokens = self.config.tokens_of(len(request.prompt), request.output_tokens)
-        lease = self._blocks.lease(request.prompt, tokens)
+        lease = self._blocks.lease(request.prompt, tokens, kind=self._adapter(request))
         running = _Running(request, heapq.heappop(self._free_rows), lease)
         self._running[running.row] = running
         return running
+
+    def _adapter(self, request: Request) -> int:
+        """Which adapter serves a request; its cache holds what that adapter makes of the tokens."""
+        has_adapters = self.config.model.architecture is Architecture.LORA
+        return request.seed % self.config.model.adapters if has_adapters else 0
 
     def _take_finished(self) -> tuple[Completion, ...]:
         finished = [running for running in self._running.values() if running.finished]
@@ -362,7 +368,7 @@ class ReferenceEngine:
             (state.temperature, [request.temperature for request in requests]),
             (state.top_k, [request.top_k for request in requests]),
             (state.top_p, [request.top_p for request in requests]),
-            (state.adapters, [r.seed % self.config.model.adapters for r in requests]),
+            (state.adapters, [self._adapter(request) for request in requests]),
         )
         for column, values in columns:
             column[rows] = torch.tensor(values, dtype=column.dtype, device=self.device)
