@@ -13,13 +13,15 @@ class Expected:
     """Which tags sleep, and how; which are dirty; whether the cache has lost its contents."""
 
     tags: tuple[str, ...]
+    needed: frozenset[str]
+    """Tags without which the engine cannot serve: all in which it has a tensor."""
     deferrable: frozenset[str]
     asleep: dict[str, Policy] = field(default_factory=dict)
     dirty: set[str] = field(default_factory=set)
 
     @property
     def can_serve(self) -> bool:
-        return not self.asleep and not self.dirty
+        return not self.dirty and not self.needed & self.asleep.keys()
 
     def policies(self, level: int) -> dict[str, Policy]:
         """What a level does to each tag."""

@@ -17,7 +17,7 @@ import torch
 from hal.core.report import is_asleep
 from hal.core.soak.actions import Action, Fault, Finish, Serve, Sleep, Wake, draw
 from hal.core.soak.model import Expected
-from hal.core.tags import WEIGHTS
+from hal.core.tags import WEIGHTS, Policy
 from hal.core.verify.checks import digests
 from hal.core.verify.faults import all_memory_taken, failing
 from hal.core.verify.matrix.cells import Site, setup_of
@@ -162,7 +162,9 @@ class _Life:
         self.subject = subject(setup)
         self.engine, self.sleeper = self.subject.engine, self.subject.sleeper
         self.device = self.subject.device
-        self.expected = Expected(self.sleeper.tags, self.sleeper.deferrable)
+        self.expected = Expected(
+            self.sleeper.tags, frozenset(self.engine.needs), self.sleeper.deferrable
+        )
         self.mapped = self.device.counters().mapped_bytes
         self._next = 0
         self._waiting: dict[int, int] = {}
@@ -206,7 +208,8 @@ class _Life:
             else:
                 self.engine.sleep(policy=policies)
 
-        if self._happens(act, action.fault):
+        going = {tag for tag, policy in policies.items() if policy is not Policy.KEEP}
+        if self._happens(act, action.fault, ends=frozenset(self.expected.asleep) | going):
             self.expected.sleep(policies)
 
     def _wake(self, action: Wake) -> None:
@@ -214,15 +217,25 @@ class _Life:
             return
         with all_memory_taken(self.device) if action.memory_taken else nullcontext():
             happened = self._happens(
-                lambda: self.sleeper.wake_up(action.tags), action.fault, action.memory_taken
+                lambda: self.sleeper.wake_up(action.tags),
+                action.fault,
+                may_fail=action.memory_taken,
             )
         if happened:
             self.expected.wake(action.tags)
 
     def _happens(
-        self, act: Callable[[], object], fault: Fault | None, may_fail: bool = False
+        self,
+        act: Callable[[], object],
+        fault: Fault | None,
+        *,
+        may_fail: bool = False,
+        ends: frozenset[str] | None = None,
     ) -> bool:
-        """Whether a transition went through; without a cause it may not fail."""
+        """Whether a transition went through; without a cause it may not fail.
+
+        A sleep that fails after something was released for good `ends` asleep, and says so.
+        """
         before = self.sleeper.sleeping_tags, self.device.counters().mapped_bytes
         with failing(self.device, fault.point, fault.nth) if fault else nullcontext() as armed:
             try:
@@ -235,6 +248,8 @@ class _Life:
             return True
         _require(may_fail or (armed is not None and armed.hit), f"nothing failed, but {failure}")
         self.outcome.faults += 1
+        if ends is not None and getattr(failure, "__notes__", None):
+            return self.sleeper.sleeping_tags == ends
         now = self.sleeper.sleeping_tags, self.device.counters().mapped_bytes
         _require(now == before, f"a failed transition changed {before} to {now}: {failure}")
         return False

@@ -202,7 +202,8 @@ class ReferenceEngine:
             self.sleeper.before_sleep(self.drain, name="save blocks in host memory")
         self.sleeper.after_wake(self._cache_woke, name="restart on an empty KV cache", tag=KV_CACHE)
         tags = {entry.tag for entry in self.registered().values()}
-        self._needs = sorted(tag for tag in tags if tag is not None)
+        self.needs = tuple(sorted(tag for tag in tags if tag is not None))
+        """The tags without which no step can be taken."""
 
     def _preserved(self) -> dict[str, Tensor]:
         """What must outlive a discard, since no load brings it back."""
@@ -275,7 +276,7 @@ class ReferenceEngine:
             self._check("prompt", request.id, len(request.prompt), self.config.prompt_tokens)
             self._check("output", request.id, request.output_tokens, self.config.output_tokens)
         if self.config.reject_while_asleep:
-            self.sleeper.require_awake(*self._needs)
+            self.sleeper.require_awake(*self.needs)
         self._waiting.extend(arrived)
 
     def _check(self, what: str, request: int, tokens: int, most: int) -> None:
@@ -287,7 +288,7 @@ class ReferenceEngine:
     @torch.inference_mode()
     def step(self) -> tuple[Completion, ...]:
         """Admit what waits, give each running request a token, and return what is finished."""
-        self.sleeper.require_awake(*self._needs)
+        self.sleeper.require_awake(*self.needs)
         if self._prefilling is None and (admitted := self._admit()):
             self._prefilling = _Prefilling(admitted, self._write_rows(admitted))
         if self._prefilling is not None:

@@ -70,7 +70,7 @@ def test_a_seed_gives_the_same_actions_and_another_others() -> None:
 
 
 def expected() -> Expected:
-    return Expected(TAGS, frozenset({"weights", "kv_cache"}))
+    return Expected(TAGS, frozenset(TAGS) - {"runtime"}, frozenset({"weights", "kv_cache"}))
 
 
 def test_tags_keep_the_policy_that_they_fell_asleep_with() -> None:
@@ -90,6 +90,14 @@ def test_discarded_weights_are_dirty_until_loaded_and_scratch_never_is() -> None
     assert not model.can_serve
     model.load()
     assert model.can_serve
+
+
+def test_a_tag_that_the_engine_has_nothing_in_may_sleep() -> None:
+    model = expected()
+    model.sleep({"runtime": Policy.OFFLOAD})
+    assert model.can_serve
+    model.sleep({"workspace": Policy.OFFLOAD})
+    assert not model.can_serve
 
 
 def test_a_selective_wake_takes_what_is_not_deferrable_along() -> None:
