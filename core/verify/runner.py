@@ -415,6 +415,8 @@ class _CaseRun:
         """The transition went through in spite of the fault: go back, to try the next position."""
         if isinstance(step, Sleep):
             self.history.woke(self.sleeper.wake_up())
+            if self.sleeper.dirty:
+                self.engine.reload_weights()
         elif self._slept_by is not None:
             self.history.slept(self._go_to_sleep(self._slept_by))
 
