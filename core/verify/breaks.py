@@ -70,7 +70,8 @@ class _MovedTensor(ReferenceEngine):
 
     def restart(self) -> None:
         super().restart()
-        self.runtime = replace(self.runtime, triangle=self.runtime.triangle.clone())
+        with self.sleeper.pool("runtime"):
+            self.runtime = replace(self.runtime, triangle=self.runtime.triangle.clone())
 
 
 class _LeakingDevice(ReferenceEngine):

@@ -139,7 +139,6 @@ NAMED = {
     ],
     "moved-tensor": [
         ("address", "runtime.triangle is at"),
-        ("placement", "runtime.triangle belongs to the runtime pool and lies in ordinary memory"),
     ],
     "kept-backups": [
         ("books", "host bytes"),
