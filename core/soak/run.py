@@ -17,7 +17,7 @@ import torch
 from hal.core.report import is_asleep
 from hal.core.soak.actions import Action, Fault, Finish, Serve, Sleep, Wake, draw
 from hal.core.soak.model import Expected
-from hal.core.tags import WEIGHTS, Policy
+from hal.core.tags import KV_CACHE, WEIGHTS, Policy
 from hal.core.verify.checks import digests
 from hal.core.verify.faults import all_memory_taken, failing
 from hal.core.verify.matrix.cells import Site, setup_of
@@ -29,6 +29,8 @@ from hal.errors import AsleepError, DirtyError, HalError
 ACTIONS_A_LIFE = 40
 _ENGINE_AXES = ("model", "speculation", "prefill", "connector", "kv", "state")
 _ROUND = 24
+_DEFERRABLE = frozenset({WEIGHTS, KV_CACHE})
+"""What a subject's wakes may leave asleep, unless they are told otherwise."""
 _ROWS = 8
 """Rows of an engine: so few that every step has the same shape, whoever is in the batch, and equal
 requests get equal bits.
@@ -162,9 +164,7 @@ class _Life:
         self.subject = subject(setup)
         self.engine, self.sleeper = self.subject.engine, self.subject.sleeper
         self.device = self.subject.device
-        self.expected = Expected(
-            self.sleeper.tags, frozenset(self.engine.needs), self.sleeper.deferrable
-        )
+        self.expected = Expected(self.sleeper.tags, frozenset(self.engine.needs), _DEFERRABLE)
         self.mapped = self.device.counters().mapped_bytes
         self._next = 0
         self._waiting: dict[int, int] = {}

@@ -68,7 +68,7 @@ def test_a_cover_meets_every_allowed_combination(
 def test_a_cover_is_much_smaller_than_the_product_and_the_same_every_time() -> None:
     axes = {f"a{i}": ["0", "1", "2"] for i in range(10)}
     rows = cover(axes, 2)
-    assert len(rows) <= 24
+    assert len(rows) <= 27
     assert rows == cover(axes, 2)
 
 

@@ -69,7 +69,7 @@ def test_the_same_cells_pass_without_the_break(cell: str) -> None:
     "fault",
     [value for value in MATRIX.axes["fault"] if value not in ("none", "host_register@sleep")],
 )
-def test_r13_r14_r66_a_fault_at_every_position_is_survived(fault: str) -> None:
+def test_a_fault_at_every_position_is_survived(fault: str) -> None:
     result = run(f"fault={fault}")
     assert result.verdict is Verdict.PASSED, [str(finding) for finding in result.findings]
     assert result.faults > 0
