@@ -97,4 +97,26 @@ run_sections() {
 
 hal() { "$python" -P -m hal.core.cli "$@"; }
 bench() { "$python" "$root/bench/$1.py" --platform "$platform" --json "$results/$1.json" "${@:2}"; }
+
+# matrix_of PLATFORM [OPTION...]: the matrix at $TIER (default: ci), with its reports in $results/matrix.
+matrix_of() {
+  section "matrix-${TIER:-ci}" hal verify --platform "$1" --matrix "${TIER:-ci}" --report "$results/matrix" "${@:2}"
+}
+soak_of() {
+  section soak hal soak --platform "$1" --minutes "${SOAK_MINUTES:-0.5}" --seed "${SOAK_SEED:-1}" \
+    --json "$results/soak.json"
+}
 tests() { "$python" -P -m pytest -q -p no:cacheprovider "$@"; }
+
+# The emulated vendors join as another package's platforms would: by entry points. Their classes are in tests/emulator.
+register_emulated() {
+  local site=$root/build/emulated-site
+  local info=$site/hal_emulated-1.dist-info
+  mkdir -p "$info"
+  printf 'Metadata-Version: 2.1\nName: hal-emulated\nVersion: 1\n' >"$info/METADATA"
+  printf '[hal.platforms]\n%s\n' \
+    'cuda-emulated = emulator.registered:RegisteredCuda
+rocm-emulated = emulator.registered:RegisteredRocm
+xpu-emulated = emulator.registered:RegisteredXpu' >"$info/entry_points.txt"
+  export PYTHONPATH=$root/tests:$site${PYTHONPATH:+:$PYTHONPATH}
+}

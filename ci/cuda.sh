@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # Everything that has to hold on a CUDA device, from a fresh CUDA container to a verdict: the contract suite and the GPU
 # tests, bit-exact wakes (eager and graphs), 300 cycles without a slope, and the measurements with their targets.
-# Usage: ci/cuda.sh [tests] [verify] [cycles] [bench]; without an argument all of them.
+# Usage: ci/cuda.sh [tests] [verify] [matrix] [soak] [cycles] [bench]; without an argument all of them.
 #
 #   OUT            where JSON and the log go (default: build/cuda)
+#   TIER           of the matrix: quick, ci or full (default: ci)
+#   SOAK_MINUTES, SOAK_SEED  of the soak (default: 0.5 and 1)
 #   PYTHON         the container's Python, which has torch (default: python3)
 #   HAL_LIBRARY    with PYTHONPATH: a library and a source tree to use as they are
 #
 # Exit status: 0 when everything passed, 1 when a section failed, 2 for bad usage.
 set -euo pipefail
 platform=cuda
-sections="tests verify cycles bench"
+sections="tests verify matrix soak cycles bench"
 # shellcheck source=ci/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -34,5 +36,9 @@ section_bench() {
   section transfer bench transfer
   section pools bench pools
 }
+
+section_matrix() { matrix_of cuda --requests 553; }
+
+section_soak() { soak_of cuda; }
 
 run_sections "$@"

@@ -16,6 +16,8 @@ from typer.core import TyperGroup
 from hal.errors import HalError
 
 if TYPE_CHECKING:
+    from hal.core.verify.matrix.plan import MatrixOptions, MatrixPlan
+    from hal.core.verify.matrix.report import MatrixReport
     from hal.core.verify.plan import VerifyOptions
 
 DIFFERENCE, USAGE = 1, 2
@@ -75,6 +77,14 @@ class Nesting(enum.StrEnum):
     FLATTEN = "flatten"
 
 
+class Tier(enum.StrEnum):
+    """How much of the matrix a run covers."""
+
+    QUICK = "quick"
+    CI = "ci"
+    FULL = "full"
+
+
 class Execution(enum.StrEnum):
     """How the reference engine runs its decode steps."""
 
@@ -98,7 +108,10 @@ def verify(
         Execution,
         typer.Option(help="Decode operator by operator, or by replaying captured graphs."),
     ] = Execution.EAGER,
-    requests: Annotated[int, typer.Option(metavar="N", help="Requests a round.")] = 553,
+    requests: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Requests a round. Default: 553, or the tier's."),
+    ] = None,
     cycles: Annotated[int, typer.Option(metavar="N", help="Sleeps of the long case.")] = 20,
     seed: Annotated[int, typer.Option(metavar="N", help="Of weights and requests.")] = 0,
     case: Annotated[
@@ -119,17 +132,71 @@ def verify(
             "--json", metavar="FILE", help="Write the report as JSON; - is standard output."
         ),
     ] = None,
+    matrix: Annotated[
+        Tier | None, typer.Option(help="Run a tier of the matrix: every cell, every gate.")
+    ] = None,
+    cell: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Run this cell of the matrix only, as reports name it; repeatable."
+        ),
+    ] = None,
+    matrix_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Default: ci/matrix.toml.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write report.json, junit.xml and report.html there."),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Processes for cells; 0: this one. Default: by platform."),
+    ] = None,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Pin the tier's set of cells, without running it.")
+    ] = False,
+    bench: Annotated[
+        bool, typer.Option(help="With a matrix, measure rates against the link too.")
+    ] = True,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A.json B.json", help="Compare two reports of the matrix by cell."),
+    ] = None,
 ) -> None:
     """Prove that wakes are bit-exact: exit status 1 on any difference."""
     if break_ == "help" or (case and "help" in case):
         _list(cycles=None if break_ == "help" else cycles)
+        return
+    if compare:
+        _compare(*compare)
+        return
+    if matrix or cell or pin:
+        from hal.core.verify.matrix.plan import MatrixOptions
+
+        _matrix(
+            MatrixOptions(
+                tier=matrix.value if matrix else None,
+                cells=tuple(cell or ()),
+                platform=platform,
+                device=device,
+                requests=requests,
+                seed=seed,
+                jobs=jobs,
+                break_name=break_,
+                matrix_file=matrix_file,
+                bench=bench,
+            ),
+            json_path=json_,
+            directory=report,
+            pin=pin,
+        )
         return
     from hal.core.verify.plan import VerifyOptions
 
     options = VerifyOptions(
         platform=platform,
         nesting=nesting.value if nesting else None,
-        requests=requests,
+        requests=requests if requests is not None else 553,
         cycles=cycles,
         backing=backing,
         execution=execution.value,
@@ -173,6 +240,68 @@ def _verify(options: VerifyOptions, json_path: str | None) -> None:
         raise typer.Exit(DIFFERENCE)
 
 
+def _matrix(
+    options: MatrixOptions, *, json_path: str | None, directory: Path | None, pin: bool
+) -> None:
+    from rich.console import Console
+
+    from hal.core.verify.matrix.plan import make_plan
+    from hal.core.verify.matrix.terminal import Bar, Lines, summarize
+
+    try:
+        plan = make_plan(options)
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            _require_writable(directory / "report.json")
+        if json_path not in (None, "-"):
+            _require_writable(Path(json_path))
+    except (HalError, OSError) as error:
+        _fail(str(error), USAGE)
+    if pin:
+        _pin(plan)
+        return
+    console = Console(stderr=json_path == "-", width=None if sys.stdout.isatty() else 120)
+    view = Bar(console, len(plan.cells)) if console.is_terminal else Lines(console)
+    with view:
+        report = plan.run(view)
+    _write_reports(report, json_path, directory)
+    summarize(console, report)
+    if not report.passed:
+        raise typer.Exit(DIFFERENCE)
+
+
+def _pin(plan: MatrixPlan) -> None:
+    plan.pin()
+    print(f"{plan.pin_file}: {len(plan.runnable)} cells, {len(plan.missing)} unsupported")
+
+
+def _write_reports(report: MatrixReport, json_path: str | None, directory: Path | None) -> None:
+    if json_path:
+        _write_json(report.as_dict(), json_path)
+    if directory is None:
+        return
+    from hal.core.verify.matrix.html import page
+    from hal.core.verify.matrix.junit import junit
+
+    values = report.as_dict()
+    _write_json(values, str(directory / "report.json"))
+    (directory / "junit.xml").write_text(junit(report))
+    (directory / "report.html").write_text(page(values))
+
+
+def _compare(first: Path, second: Path) -> None:
+    from hal.core.verify.matrix.compare import compare, lines, read
+
+    try:
+        comparison = compare(read(first), read(second))
+    except (HalError, OSError) as error:
+        _fail(str(error), USAGE)
+    for line in lines(comparison):
+        print(line)
+    if not comparison.same:
+        raise typer.Exit(DIFFERENCE)
+
+
 def _require_writable(path: Path) -> None:
     """Raise `OSError` now, not after the work is done."""
     path.open("a").close()
@@ -207,6 +336,102 @@ def probe(
         placements.render(console)
     if environment.problems or placements.problems:
         raise typer.Exit(DIFFERENCE)
+
+
+@app.command()
+def plan(
+    platform: Annotated[str | None, typer.Option(metavar="NAME", help="Default: detected.")] = None,
+    device: Annotated[int, typer.Option(metavar="N", help="Index of the device.")] = 0,
+    backing: Annotated[
+        str | None, typer.Option(metavar="anonymous|pinned|file:DIR", help="Where backups live.")
+    ] = None,
+    level: Annotated[int, typer.Option(metavar="N", help="Of the sleep.")] = 1,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what a sleep of the reference engine would move and free, and what a wake would need."""
+    from rich.console import Console
+
+    from hal.core.verify.forecast import forecast
+    from hal.core.verify.subject import Setup
+    from hal.core.verify.terminal import forecast_lines
+    from hal.detect import detect
+
+    found = forecast(Setup(detect(platform), device, backing), level)
+    if json_:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        for line in forecast_lines(found):
+            console.print(line)
+    if not found.sleep.fits or found.wake_fits is False:
+        raise typer.Exit(DIFFERENCE)
+
+
+@app.command()
+def soak(
+    platform: Annotated[str | None, typer.Option(metavar="NAME", help="Default: detected.")] = None,
+    device: Annotated[int, typer.Option(metavar="N", help="Index of the device.")] = 0,
+    minutes: Annotated[float, typer.Option(metavar="N", min=0, help="How long it lives.")] = 2.0,
+    seed: Annotated[int, typer.Option(metavar="S", help="Of engines and actions.")] = 0,
+    life: Annotated[
+        int | None, typer.Option(metavar="N", help="Repeat this life of the seed alone.")
+    ] = None,
+    json_: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write what was found; - is standard output."),
+    ] = None,
+) -> None:
+    """Let engines live at random, with load and faults, against a model of what must be true."""
+    from hal.core.soak.run import soak as run_soak
+    from hal.core.soak.run import summary
+    from hal.core.verify.matrix.cells import Site
+    from hal.core.verify.matrix.table import Matrix, find_matrix
+    from hal.detect import detect
+
+    found = detect(platform)
+    found.device(device)
+    outcome = run_soak(
+        Site(found.name, device, seed),
+        Matrix.load(find_matrix()),
+        seconds=minutes * 60,
+        seed=seed,
+        only=life,
+        told=lambda text: print(text, file=sys.stderr),
+    )
+    if json_:
+        _write_json(outcome.as_dict(), json_)
+    out = sys.stderr if json_ == "-" else sys.stdout
+    for line in summary(outcome, found.name):
+        print(line, file=out)
+    if not outcome.passed:
+        raise typer.Exit(DIFFERENCE)
+
+
+@app.command()
+def bench(
+    platform: Annotated[str | None, typer.Option(metavar="NAME", help="Default: detected.")] = None,
+    device: Annotated[int, typer.Option(metavar="N", help="Index of the device.")] = 0,
+    backing: Annotated[
+        str | None, typer.Option(metavar="anonymous|pinned|file:DIR", help="Where backups live.")
+    ] = None,
+    mib: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="MiB of weights. Default: by platform.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure sleep and wake against the link, which is measured in the same run."""
+    from hal.core.bench import measure
+    from hal.detect import detect
+
+    size = None if mib is None else mib << 20
+    found = measure(detect(platform), device, size=size, backing=backing).as_dict()
+    if json_:
+        print(json.dumps(found, indent=2))
+        return
+    print(f"{found['bytes'] >> 20} MiB of weights, backups in {found['backing']} memory")
+    for what, way in (("sleep", "out"), ("wake", "in")):
+        rate, link = found[what] / 1e9, found["link"][way] / 1e9
+        print(f"{what:<6} {rate:7.2f} GB/s of {link:.2f} GB/s ({found[f'{what}_of_link']:.0%})")
 
 
 if __name__ == "__main__":

@@ -43,9 +43,13 @@ class BlockPool:
         """Blocks whose contents the index vouches for."""
         return len(self._by_prefix)
 
-    def lease(self, prompt: tuple[int, ...], tokens: int) -> Lease:
-        """Blocks for `tokens` tokens that begin with `prompt`; `StateError` if too few are free."""
-        shared = self._take_shared(prompt)
+    def lease(self, prompt: tuple[int, ...], tokens: int, *, kind: int = 0) -> Lease:
+        """Blocks for `tokens` tokens that begin with `prompt`; `StateError` if too few are free.
+
+        Prompts of another `kind` share nothing: what a block holds depends on it.
+        """
+        prefixes = self._prefixes(prompt, kind)
+        shared = self._take_shared(prefixes)
         missing = -(-tokens // self.block_size) - len(shared)
         if missing > self.free_blocks:
             self.give_back(shared)
@@ -54,7 +58,7 @@ class BlockPool:
                 "blocks or fewer rows"
             )
         blocks = shared + tuple(self._take_fresh() for _ in range(missing))
-        self._index(prompt, blocks)
+        self._index(prefixes, blocks)
         return Lease(blocks, len(shared))
 
     def give_back(self, blocks: Iterable[int]) -> None:
@@ -77,13 +81,30 @@ class BlockPool:
         self._by_prefix.clear()
         self._prefix_of.clear()
 
-    def _prefixes(self, prompt: tuple[int, ...]) -> list[tuple[int, ...]]:
-        full = len(prompt) // self.block_size
-        return [prompt[: (count + 1) * self.block_size] for count in range(full)]
+    def indexed(self) -> dict[tuple[int, ...], int]:
+        """The block that holds the last tokens of each known prefix, shorter prefixes first."""
+        return dict(sorted(self._by_prefix.items(), key=lambda entry: (len(entry[0]), entry[0])))
 
-    def _take_shared(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    def adopt(self, prefix: tuple[int, ...]) -> int | None:
+        """A free block for a prefix whose contents the caller brings; None when there is none, or
+        the prefix is known.
+        """
+        if not self._free or prefix in self._by_prefix:
+            return None
+        block = heapq.heappop(self._free)
+        self._by_prefix[prefix] = block
+        self._prefix_of[block] = prefix
+        self._unused[block] = None
+        return block
+
+    def _prefixes(self, prompt: tuple[int, ...], kind: int) -> list[tuple[int, ...]]:
+        """What tells the contents of each full block: the kind, and all tokens up to its end."""
+        full = len(prompt) // self.block_size
+        return [(kind, *prompt[: (count + 1) * self.block_size]) for count in range(full)]
+
+    def _take_shared(self, prefixes: list[tuple[int, ...]]) -> tuple[int, ...]:
         shared = []
-        for prefix in self._prefixes(prompt):
+        for prefix in prefixes:
             block = self._by_prefix.get(prefix)
             if block is None:
                 break
@@ -102,8 +123,8 @@ class BlockPool:
         del self._by_prefix[self._prefix_of.pop(block)]
         return block
 
-    def _index(self, prompt: tuple[int, ...], blocks: tuple[int, ...]) -> None:
-        for prefix, block in zip(self._prefixes(prompt), blocks, strict=False):
+    def _index(self, prefixes: list[tuple[int, ...]], blocks: tuple[int, ...]) -> None:
+        for prefix, block in zip(prefixes, blocks, strict=False):
             if prefix not in self._by_prefix:
                 self._by_prefix[prefix] = block
                 self._prefix_of[block] = prefix

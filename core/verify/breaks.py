@@ -15,12 +15,14 @@ from hal.core.kv_init import KVInitScope
 from hal.core.report import WakeReport
 from hal.core.sleep import SleepManager
 from hal.core.verify.engine import ReferenceEngine
+from hal.core.verify.layers import Batch
 from hal.core.verify.subject import Setup, Subject
-from hal.errors import InvalidArgument
+from hal.errors import HalError, InvalidArgument
 from hal.native import SegmentState
 from hal.platform import PoolNesting
 from hal.pools import find_segment
 
+_LEAK = 1 << 20
 _EXPONENT_BIT = 30
 """The highest exponent bit of a float32: flipped, a weight becomes huge or tiny."""
 
@@ -63,6 +65,125 @@ class _FlippingManager(SleepManager):
                 return
 
 
+class _MovedTensor(ReferenceEngine):
+    """Makes a table anew after each wake instead of trusting its address."""
+
+    def restart(self) -> None:
+        super().restart()
+        with self.sleeper.pool("runtime"):
+            self.runtime = replace(self.runtime, triangle=self.runtime.triangle.clone())
+
+
+class _LeakingDevice(ReferenceEngine):
+    """Takes device memory in each wake and never gives it back."""
+
+    def restart(self) -> None:
+        super().restart()
+        with self.sleeper.pool("leak"):
+            self._leaked = [*getattr(self, "_leaked", ()), self._piece()]
+
+    def _piece(self) -> torch.Tensor:
+        return torch.zeros(_LEAK, dtype=torch.uint8, device=self.device)
+
+    def close(self) -> None:
+        super().close()
+        self._leaked = []
+
+
+class _LeakingHost(ReferenceEngine):
+    """Takes host memory in each wake and never gives it back."""
+
+    def restart(self) -> None:
+        super().restart()
+        self._leaked = [*getattr(self, "_leaked", ()), bytearray(b"x") * _LEAK]
+
+
+class _ResetScales(ReferenceEngine):
+    """ "Repairs" the scales of an 8-bit cache after a wake, to 1.0."""
+
+    def restart(self) -> None:
+        super().restart()
+        for name, tensor in self.model.named_buffers():
+            if name.endswith("scale") and "codec" in name:
+                tensor.fill_(1.0)
+
+
+class _LostAdapters(ReferenceEngine):
+    """Preserves what modules have registered, and nothing else."""
+
+    def _preserved(self) -> dict[str, torch.Tensor]:
+        lost = self.model.unregistered()
+        return {name: each for name, each in super()._preserved().items() if name not in lost}
+
+
+class _StaleStates(ReferenceEngine):
+    """Begins recurrent states with what their pages hold: zeros, as each request leaves them, until
+    the pages are discarded.
+    """
+
+    def _release(self, running: Any) -> None:
+        super()._release(running)
+        for index, layer in enumerate(self._cache.layers):
+            if self.config.model.is_recurrent(index):
+                layer[running.row].zero_()
+
+    def _prefill_batch(self, group: Any) -> Batch:
+        batch = super()._prefill_batch(group)
+        states = replace(batch.states, fresh=torch.zeros_like(batch.states.fresh))
+        return replace(batch, states=states)
+
+
+class _KeptBackups(SleepManager):
+    """Keeps backups over wakes although nobody asked for it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        options["backup"] = replace(options["backup"], retain=True)
+        super().__init__(*arguments, **options)
+
+
+class _HalfAwake(SleepManager):
+    """Calls a tag awake although its wake failed."""
+
+    def wake_up(self, tags: Any = None, *, wait_for_memory: float | None = None) -> WakeReport:
+        try:
+            return super().wake_up(tags, wait_for_memory=wait_for_memory)
+        except HalError:
+            self._sleeping.pop("workspace", None)
+            raise
+
+
+class _MovedTensorSubject(Subject):
+    engine_type = _MovedTensor
+
+
+class _LeakingDeviceSubject(Subject):
+    engine_type = _LeakingDevice
+
+
+class _LeakingHostSubject(Subject):
+    engine_type = _LeakingHost
+
+
+class _ResetScalesSubject(Subject):
+    engine_type = _ResetScales
+
+
+class _LostAdaptersSubject(Subject):
+    engine_type = _LostAdapters
+
+
+class _StaleStatesSubject(Subject):
+    engine_type = _StaleStates
+
+
+class _KeptBackupsSubject(Subject):
+    manager_type = _KeptBackups
+
+
+class _HalfAwakeSubject(Subject):
+    manager_type = _HalfAwake
+
+
 class _RuntimeInCacheSubject(Subject):
     engine_type = _IndexInCachePool
 
@@ -98,6 +219,8 @@ class Break:
     """Options of the host platform that reproduce the defect; None: any platform shows it."""
     backing: str | None = None
     """The kind of backing that shows the defect; None: any."""
+    cell: str | None = None
+    """The cell of the matrix in which it shows; None: any case, and the base cell, does."""
 
 
 _ASSUMED = {"nesting": PoolNesting.FIFO, "claims": PoolNesting.LIFO}
@@ -142,6 +265,52 @@ BREAKS = {
             "stale-index",
             "the engine's prefix index outlives the KV cache's contents",
             _StaleIndexSubject,
+        ),
+        Break(
+            "moved-tensor",
+            "a runtime table is made anew after each wake",
+            _MovedTensorSubject,
+        ),
+        Break(
+            "device-leak",
+            "the engine takes device memory in each wake",
+            _LeakingDeviceSubject,
+            cell="cycles=50",
+        ),
+        Break(
+            "host-leak",
+            "the engine takes host memory in each wake",
+            _LeakingHostSubject,
+            cell="cycles=50",
+        ),
+        Break(
+            "kept-backups",
+            "backups stay in host memory after the wake",
+            _KeptBackupsSubject,
+        ),
+        Break(
+            "reset-scales",
+            "the scales of an 8-bit cache are 1.0 after a wake",
+            _ResetScalesSubject,
+            cell="kv=fp8",
+        ),
+        Break(
+            "lost-adapters",
+            "adapters are discarded with the weights and in no checkpoint",
+            _LostAdaptersSubject,
+            cell="model=lora,sleep=level-2",
+        ),
+        Break(
+            "stale-states",
+            "recurrent states begin with what the pages hold",
+            _StaleStatesSubject,
+            cell="model=hybrid",
+        ),
+        Break(
+            "half-awake",
+            "a tag counts as awake although its wake failed",
+            _HalfAwakeSubject,
+            cell="fault=map@wake",
         ),
     )
 }

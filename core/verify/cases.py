@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hal.core.tags import Policy
 from hal.errors import AsleepError, DirtyError, HalError, InvalidArgument
 
 
@@ -48,17 +49,22 @@ class Drain:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Sleep by a level.
+    """Sleep by a level, or by `policy`, (tag, policy) pairs; a tag that has no pool is left out.
 
     `ignored`: everything sleeps already, so nothing may change; `warns`: and the caller is told.
+    `kept`: tags whose every live block is compared over the sleep, whoever made it.
     """
 
     level: int = 1
     ignored: bool = False
     warns: bool = False
+    policy: tuple[tuple[str, Policy], ...] | None = None
+    kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"sleep(level={self.level})"
+        if self.policy is None:
+            return f"sleep(level={self.level})"
+        return f"sleep({', '.join(f'{tag}: {policy.value}' for tag, policy in self.policy)})"
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,37 @@ class Refuse:
         return f"a step that must raise {self.error.__name__}"
 
 
-Step = Submit | Drain | Sleep | Wake | Reload | Refuse
+@dataclass(frozen=True)
+class Faulted:
+    """A transition in which a driver call fails, at its first position, its second, and so on.
+
+    Each failure must leave the state as it was, with a typed error, and the last attempt, which the
+    fault does not reach any more, must succeed.
+    """
+
+    point: str
+    step: Sleep | Wake
+
+    def __str__(self) -> str:
+        return f"{self.step} with a failing {self.point}"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A transition that must raise `error` and change nothing.
+
+    `memory_taken`: while it is tried, somebody else holds all free device memory.
+    """
+
+    step: Sleep | Wake
+    error: type[HalError]
+    memory_taken: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.step} that must raise {self.error.__name__}"
+
+
+Step = Submit | Drain | Sleep | Wake | Reload | Refuse | Faulted | Refused
 
 
 @dataclass(frozen=True)

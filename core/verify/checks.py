@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from hal.core.report import SleepReport
 from hal.core.tags import SCRATCH
 from hal.core.verify.engine import Registered
 from hal.core.verify.report import Finding, Gate
@@ -17,6 +18,10 @@ from hal.core.verify.subject import Subject
 from hal.pools import find_segment, storage_address
 
 _BOOKS = ("segments", "mapped_bytes", "handles", "mappings", "reservations", "reserved_bytes")
+_HOST = "host bytes"
+
+Block = tuple[str, int, int]
+"""The tag, address and size in bytes of one live block."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,15 @@ class Baseline:
             {name: entry.tensor.data_ptr() for name, entry in registered.items()}, books(subject)
         )
 
+    def with_backups(self, subject: Subject) -> Baseline:
+        """The same, with the host bytes of now: backups that are kept stay from then on."""
+        return replace(self, books={**self.books, _HOST: subject.sleeper.backup_bytes})
+
 
 def books(subject: Subject) -> dict[str, int]:
     """The device's counters of what is held, and the host bytes that hold backups."""
     counters = subject.device.counters().as_dict()
-    return {name: counters[name] for name in _BOOKS} | {"host bytes": subject.sleeper.backup_bytes}
+    return {name: counters[name] for name in _BOOKS} | {_HOST: subject.sleeper.backup_bytes}
 
 
 def check_books(subject: Subject, baseline: Baseline) -> Iterator[Finding]:
@@ -52,6 +61,17 @@ def check_asleep(subject: Subject) -> Iterator[Finding]:
     mapped = subject.device.counters().mapped_bytes - subject.others_mapped
     if mapped:
         yield Finding(Gate.BOOKS, f"{mapped:,} bytes are still mapped although every tag sleeps")
+
+
+def check_released(subject: Subject, before: int, report: SleepReport) -> Iterator[Finding]:
+    """Some tags sleep: what is mapped is what was, less what the sleep says that it released."""
+    now = subject.device.counters().mapped_bytes
+    if now != before - report.total_bytes:
+        text = (
+            f"{now:,} bytes are mapped after a sleep that released {report.total_bytes:,} of "
+            f"{before:,}"
+        )
+        yield Finding(Gate.BOOKS, text)
 
 
 def check_given_back(subject: Subject) -> Iterator[Finding]:
@@ -89,17 +109,45 @@ def check_addresses(subject: Subject, baseline: Baseline) -> Iterator[Finding]:
             yield _finding(Gate.ADDRESS, subject, name, entry, text)
 
 
-def digests(subject: Subject) -> dict[str, str]:
-    """A digest of each registered tensor whose contents outlive a sleep."""
+def digests(subject: Subject, lost: frozenset[str] = SCRATCH) -> dict[str, str]:
+    """A digest of each registered tensor whose contents outlive a sleep that gives up `lost`."""
     registered = subject.engine.registered().items()
-    return {name: digest(e.tensor) for name, e in registered if e.tag not in SCRATCH}
+    return {name: digest(e.tensor) for name, e in registered if e.tag not in lost}
+
+
+def block_digests(subject: Subject, tags: Iterable[str]) -> dict[Block, str]:
+    """A digest of every live block of these tags, whether a registered tensor is in it or not."""
+    known = [tag for tag in tags if tag in subject.sleeper.tags]
+    blocks = [(tag, *block) for tag in known for block in subject.sleeper.live_blocks(tag)]
+    return {block: _block_digest(subject, block) for block in blocks}
+
+
+def check_blocks(subject: Subject, before: Mapping[Block, str]) -> Iterator[Finding]:
+    """Each of these blocks is still there and holds the bytes that it slept with."""
+    live = {tag: dict(subject.sleeper.live_blocks(tag)) for tag in {tag for tag, _, _ in before}}
+    for block, digest_before in before.items():
+        tag, address, size = block
+        if live[tag].get(address) != size:
+            continue  # freed by the engine meanwhile
+        if _block_digest(subject, block) != digest_before:
+            text = f"a block of {size:,} bytes of {tag} does not hold the bytes that it slept with"
+            yield Finding(Gate.CONTENTS, text, tag=tag, segment=address)
+
+
+def _block_digest(subject: Subject, block: Block) -> str:
+    _, address, size = block
+    host = ctypes.create_string_buffer(size)
+    subject.device.synchronize()
+    subject.device.copy_to_host(ctypes.addressof(host), address, size)
+    subject.device.synchronize()
+    return hashlib.blake2b(host, digest_size=16).hexdigest()
 
 
 def check_contents(subject: Subject, before: Mapping[str, str]) -> Iterator[Finding]:
     """Each of these tensors holds the bytes that it slept with."""
     registered = subject.engine.registered()
-    for name, now in digests(subject).items():
-        if now != before[name]:
+    for name, then in before.items():
+        if digest(registered[name].tensor) != then:
             text = f"{name} ({registered[name].tag}) does not hold the bytes that it slept with"
             yield _finding(Gate.CONTENTS, subject, name, registered[name], text)
 

@@ -79,14 +79,18 @@ def make_plan(options: VerifyOptions) -> Plan:
     _require_positive("cycles", options.cycles)
     cases = choose(options.cases, options.cycles)
     defect = choose_break(options.break_name) if options.break_name else None
+    if defect and defect.cell:
+        raise InvalidArgument(
+            f"--break {defect.name} shows in a cell of the matrix: add --cell {defect.cell}"
+        )
     platform = _platform(options, defect)
     setup = Setup(
         platform,
         options.device,
         _backing(options, defect),
-        "flatten" if options.nesting == "flatten" else "auto",
-        options.execution,
-        EngineConfig(seed=options.seed),
+        nesting="flatten" if options.nesting == "flatten" else "auto",
+        execution=options.execution,
+        engine=EngineConfig(seed=options.seed),
     )
     _require_graphs(setup)
     _try_backing(setup)

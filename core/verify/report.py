@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hal.core.verify.history import History
 
 SCHEMA_VERSION = 1
 
@@ -25,6 +28,10 @@ class Gate(enum.Enum):
     """Nothing but KV payload lies in the KV pool."""
     BOOKS = "books"
     """Mapped bytes, handles, reservations and host bytes are as before; asleep, none is mapped."""
+    CREEP = "creep"
+    """Over cycles, neither device memory nor host memory grows."""
+    FAULTS = "faults"
+    """A failed transition leaves what it found, and succeeds once the cause is gone."""
     BEHAVIOUR = "behaviour"
     """The engine and the manager did what the step asked for."""
 
@@ -75,6 +82,8 @@ class CaseResult:
     findings: tuple[Finding, ...]
     warnings: tuple[str, ...] = ()
     """What was warned of, but for warnings that had to come."""
+    history: History | None = None
+    """Memory over its cycles; None where the engine was not even made."""
 
     @property
     def passed(self) -> bool:

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
+from hal.core.report import SleepReport
 from hal.core.sleep import SleepManager
+from hal.core.tags import SCRATCH, Policy
 from hal.core.verify import checks
-from hal.core.verify.cases import Case, Drain, Refuse, Reload, Sleep, Step, Submit, Wake
+from hal.core.verify.cases import (
+    Case,
+    Drain,
+    Faulted,
+    Refuse,
+    Refused,
+    Reload,
+    Sleep,
+    Step,
+    Submit,
+    Wake,
+)
 from hal.core.verify.engine import ReferenceEngine
+from hal.core.verify.faults import all_memory_taken, failing
+from hal.core.verify.history import History
 from hal.core.verify.report import CaseResult, Finding, Gate
 from hal.core.verify.requests import Completion, Request, differences
 from hal.core.verify.subject import Subject
@@ -21,6 +36,8 @@ from hal.errors import HalError, StateError
 
 SHOWN_REQUESTS = 5
 """How many request ids a finding names."""
+MOST_POSITIONS = 200
+"""Positions at which a call may fail in one transition: a small engine has fewer calls."""
 
 Completions = Mapping[int, Completion]
 
@@ -126,6 +143,7 @@ def _run_case(
         seconds=watch.seconds,
         findings=tuple(run.findings),
         warnings=tuple(str(warning.message) for warning in caught),
+        history=run.history.ended(),
     )
 
 
@@ -163,6 +181,10 @@ class _CaseRun:
         self.findings: dict[Finding, None] = {}
         self._baseline = checks.Baseline.of(subject)
         self._slept_with: dict[str, str] | None = None
+        self._blocks_slept_with: dict[checks.Block, str] = {}
+        self._slept_by: Sleep | None = None
+        self._reached: dict[str, int] = {}
+        self.history = History.of(subject)
 
     @property
     def engine(self) -> ReferenceEngine:
@@ -192,6 +214,9 @@ class _CaseRun:
                 return
             if isinstance(step, Drain) and self.damaged:
                 return
+        self.note(self.history.creep())
+        for point, positions in self._reached.items():
+            self._expect(positions > 0, f"no call of {point} was there to fail")
 
     def close(self) -> None:
         """Give the subject back, and look whether it is all there."""
@@ -208,15 +233,24 @@ class _CaseRun:
                 self.engine.submit(self.requests[part.of(len(self.requests))])
             case Drain():
                 self._drain()
-            case Sleep():
-                self._sleep(step)
-            case Wake():
-                self._wake(step)
             case Reload():
                 self.engine.reload_weights()
                 self._check_if_awake()
             case Refuse(error):
                 self._refuse(error)
+            case _:
+                self._change(step)
+
+    def _change(self, step: Sleep | Wake | Faulted | Refused) -> None:
+        match step:
+            case Sleep():
+                self._sleep(step)
+            case Wake():
+                self._wake(step)
+            case Faulted():
+                self._faulted(step)
+            case Refused():
+                self._refused(step)
 
     # -- rounds
 
@@ -268,8 +302,10 @@ class _CaseRun:
     def _sleep(self, step: Sleep) -> None:
         told = len(self.caught)
         if not step.ignored:
-            self._slept_with = checks.digests(self.subject)
-        report = self.sleeper.sleep(step.level)
+            self._remember(step)
+        mapped = self.subject.device.counters().mapped_bytes
+        report = self._go_to_sleep(step)
+        self.history.slept(report)
         if step.ignored:
             text = f"a sleep while asleep released {report.total_bytes:,} bytes again"
             self._expect(not report.total_bytes, text)
@@ -278,7 +314,25 @@ class _CaseRun:
             self._expect(report.total_bytes > 0, "the sleep released nothing")
             for tag in report.tags:
                 self.slept[tag.tag] = max(tag.bytes, self.slept.get(tag.tag, 0))
-        self.note(checks.check_asleep(self.subject))
+        if step.policy is None:
+            self.note(checks.check_asleep(self.subject))
+        else:
+            self.note(checks.check_released(self.subject, mapped, report))
+
+    def _go_to_sleep(self, step: Sleep) -> SleepReport:
+        if step.policy is None:
+            return self.engine.sleep(step.level)
+        known = {tag: policy for tag, policy in step.policy if tag in self.sleeper.tags}
+        return self.engine.sleep(policy=known)
+
+    def _remember(self, step: Sleep) -> None:
+        """Note what must be the same after the wake."""
+        self._slept_by = step
+        self.engine.drain()
+        lost = {tag for tag, policy in step.policy or () if policy is Policy.DISCARD}
+        lost = lost if step.policy is not None else set(SCRATCH)
+        self._slept_with = checks.digests(self.subject, frozenset(lost & SCRATCH))
+        self._blocks_slept_with = checks.block_digests(self.subject, step.kept)
 
     def _expect_warning(self, step: Sleep, told: int) -> None:
         """Check that the step warned, or not; a warning that had to come is none to report."""
@@ -290,6 +344,7 @@ class _CaseRun:
 
     def _wake(self, step: Wake) -> None:
         report = self.sleeper.wake_up(step.tags)
+        self.history.woke(report)
         if step.ignored:
             text = f"a wake while awake took {report.total_bytes:,} bytes"
             self._expect(not report.total_bytes, text)
@@ -307,8 +362,89 @@ class _CaseRun:
         self.note(checks.check_placement(self.subject))
         self.note(checks.check_addresses(self.subject, self._baseline))
         self.note(checks.check_contents(self.subject, self._slept_with))
+        self.note(checks.check_blocks(self.subject, self._blocks_slept_with))
+        if self.subject.retains and not self.history.full_wakes:
+            self._baseline = self._baseline.with_backups(self.subject)
+        self.history.full_wakes += 1
         self.note(checks.check_books(self.subject, self._baseline))
         self._slept_with = None
+
+    # -- faults
+
+    def _faulted(self, step: Faulted) -> None:
+        """Fail the n-th call for each n that there is; the attempt that none reaches is the step
+        itself.
+        """
+        for nth in range(1, MOST_POSITIONS + 1):
+            before = self._standing()
+            if isinstance(step.step, Sleep):
+                self._remember(step.step)
+            told = len(self.caught)
+            with failing(self.subject.device, step.point, nth) as fault:
+                error = self._attempt(step.step)
+            if not fault.hit:
+                self._reached[step.point] = self._reached.get(step.point, 0) + nth - 1
+                self._finish_faulted(step, error)
+                return
+            del self.caught[told:]  # a fault may well be warned of
+            if error is None:
+                self._undo(step.step)
+            else:
+                self._expect_unchanged(f"{step} ({nth})", before, error)
+            self.history.faults += 1
+        self._expect(False, f"{step} did not end after {MOST_POSITIONS} positions")
+
+    def _finish_faulted(self, step: Faulted, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+        if isinstance(step.step, Wake):
+            self._check_if_awake()
+
+    def _attempt(self, step: Sleep | Wake) -> Exception | None:
+        """Try a transition; the error that it raised, which has to be a typed one."""
+        try:
+            if isinstance(step, Sleep):
+                self.history.slept(self._go_to_sleep(step))
+            else:
+                self.history.woke(self.sleeper.wake_up(step.tags))
+        except HalError as error:
+            return error
+        return None
+
+    def _undo(self, step: Sleep | Wake) -> None:
+        """The transition went through in spite of the fault: go back, to try the next position."""
+        if isinstance(step, Sleep):
+            self.history.woke(self.sleeper.wake_up())
+            if self.sleeper.dirty:
+                self.engine.reload_weights()
+        elif self._slept_by is not None:
+            self.history.slept(self._go_to_sleep(self._slept_by))
+
+    def _refused(self, step: Refused) -> None:
+        before = self._standing()
+        if isinstance(step.step, Sleep):
+            self._remember(step.step)
+        with all_memory_taken(self.subject.device) if step.memory_taken else nullcontext():
+            error = self._attempt(step.step)
+        self.history.faults += 1
+        text = f"{step} raised {type(error).__name__ if error else 'nothing'}"
+        self._expect(isinstance(error, step.error), text)
+        if error is not None:
+            self._expect_unchanged(str(step), before, error)
+
+    def _standing(self) -> tuple[object, ...]:
+        """What a failed transition must leave alone: who sleeps, and the device's books."""
+        return self.sleeper.sleeping_tags, checks.books(self.subject)
+
+    def _expect_unchanged(self, what: str, before: tuple[object, ...], error: Exception) -> None:
+        now = self._standing()
+        if now != before:
+            text = f"{what} raised {type(error).__name__} and changed {before} to {now}"
+            self.note([Finding(Gate.FAULTS, text)])
+            raise StateError("not continued: what counts as awake may have no memory")
+        if self._slept_with is not None and not self.sleeper.is_sleeping:
+            self.note(checks.check_contents(self.subject, self._slept_with))
+            self.note(checks.check_addresses(self.subject, self._baseline))
 
     def _refuse(self, error: type[Exception]) -> None:
         try:

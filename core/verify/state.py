@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from hal.core.verify.model import ModelConfig
+from hal.core.verify.attention import PagedCache
+from hal.core.verify.config import Architecture, ModelConfig
+from hal.core.verify.layers import StateSlots
+from hal.core.verify.model import LayerCache
 from hal.core.verify.requests import Shape
 from hal.core.verify.sampler import SamplerRows, SamplerTables
 from hal.errors import StateError
@@ -29,6 +32,14 @@ class EngineConfig:
     seed: int = 0
     reject_while_asleep: bool = False
     """Refuse a request that arrives while asleep, instead of queueing it until the wake."""
+    draft_tokens: int = 0
+    """Tokens that a draft model guesses before each step of the model; 0: there is no draft."""
+    prefill_chunk: int | None = None
+    """Prompt tokens of one prefill step, between which running requests decode; None: all."""
+    connector_blocks: int = 0
+    """Blocks that a KV connector stages in a pool of its own; 0: there is no connector."""
+    state_inside: bool = True
+    """Whether the state that goes with the cache is made inside KV initialisation or before it."""
 
     def __post_init__(self) -> None:
         needed = self.rows * self.request_blocks
@@ -37,11 +48,29 @@ class EngineConfig:
                 f"{self.rows} rows need {needed} KV blocks and 1 to {self.rows} prefill rows; "
                 f"there are {self.blocks} and {self.prefill_rows}"
             )
+        if self.prompt_tokens % self.chunk:
+            raise StateError(
+                f"chunks of {self.chunk} prompt tokens do not fill {self.prompt_tokens}"
+            )
 
     @property
     def request_blocks(self) -> int:
         """Blocks that the longest request takes."""
-        return -(-(self.prompt_tokens + self.output_tokens) // self.block_size)
+        return -(-self.tokens_of(self.prompt_tokens, self.output_tokens) // self.block_size)
+
+    def tokens_of(self, prompt: int, output: int) -> int:
+        """Cache slots of a request: a step of a draft may run past its end."""
+        return prompt + output + (self.draft_tokens + 1 if self.draft_tokens else 0)
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens of one prefill step."""
+        return self.prefill_chunk or self.prompt_tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one decode step computes of a row."""
+        return self.draft_tokens + 1
 
     @property
     def context(self) -> int:
@@ -51,7 +80,7 @@ class EngineConfig:
     @property
     def widest_batch(self) -> int:
         """Tokens of the larger of the two kinds of batch, padding included."""
-        return max(self.rows, self.prefill_rows * self.prompt_tokens)
+        return max(self.rows * self.step_tokens, self.prefill_rows * self.chunk)
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:
@@ -78,21 +107,63 @@ class EngineConfig:
         return Shape(self.model.vocabulary, (4, self.prompt_tokens), (4, self.output_tokens))
 
 
-def make_pages(config: EngineConfig, device: torch.device) -> tuple[Tensor, ...]:
-    """The KV cache, one allocation a layer: float32 [2 (K, V), slots, kv_heads, head_size]."""
-    slots = config.usable_blocks.stop * config.block_size
-    shape = (2, slots, config.model.kv_heads, config.model.head_size)
-    return tuple(torch.zeros(shape, device=device) for _ in range(config.model.layers))
+@dataclass(frozen=True)
+class CacheMemory:
+    """The KV cache, one allocation a layer, the draft's last.
+
+    Grouped attention: [2 (K, V), slots, kv_heads, head_size]; latent: [blocks, block_size, latent +
+    rotary]; a recurrent layer's states: float32 [2 * rows, heads, head_size, head_size], the second
+    half for padding.
+    """
+
+    layers: tuple[Tensor, ...]
+    draft: Tensor | None = None
+
+    @classmethod
+    def build(cls, config: EngineConfig, device: torch.device) -> CacheMemory:
+        """Allocate on `device`, in whatever pool scope is open."""
+        recurrent = [config.model.is_recurrent(layer) for layer in range(config.model.layers)]
+        layers = tuple(
+            _states(config, device) if is_recurrent else _pages(config, device)
+            for is_recurrent in recurrent
+        )
+        return cls(layers, _pages(config, device) if config.draft_tokens else None)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every allocation."""
+        return self.layers if self.draft is None else (*self.layers, self.draft)
+
+
+def _states(config: EngineConfig, device: torch.device) -> Tensor:
+    model = config.model
+    shape = (2 * config.rows, model.heads, model.head_size, model.head_size)
+    return torch.zeros(shape, device=device)
+
+
+def _pages(config: EngineConfig, device: torch.device) -> Tensor:
+    model, blocks = config.model, config.usable_blocks.stop
+    shape: tuple[int, ...] = (2, blocks * config.block_size, model.kv_heads, model.head_size)
+    if model.architecture is Architecture.MLA:
+        shape = (blocks, config.block_size, model.latent_size)
+    return torch.zeros(shape, dtype=model.kv_type.storage, device=device)
+
+
+def slot_views(config: EngineConfig, pages: Tensor) -> tuple[Tensor, ...]:
+    """Pages as [slots, ...] views of keys and values, or of latents; none of recurrent states."""
+    if config.model.architecture is Architecture.MLA:
+        return (pages.flatten(0, 1),)
+    return (pages[0], pages[1]) if pages.shape[0] == 2 else ()
 
 
 @dataclass(frozen=True)
 class RuntimeState:
     """What KV-init makes beside the cache.
 
-    For N rows, P prefill rows, Q prompt tokens and C context tokens.     block_tables: int64 [N, C
-    / block_size]; lengths (tokens in the cache), last_tokens, seeds, steps, top_k: int64 [N];
-    temperature, top_p: float32 [N]; active: bool [N]; prefill_tokens, prefill_slots: int64 [P, Q];
-    the rest are constants.
+    For N rows, P prefill rows, Q prompt tokens a step and C context tokens. block_tables: int64
+    [N, C / block_size]; lengths (tokens in the cache), last_tokens, seeds, steps, top_k, adapters:
+    int64 [N]; temperature, top_p: float32 [N]; active: bool [N]; prefill_tokens (with the token
+    after each in prefill_targets), prefill_slots: int64 [P, Q]; the rest are constants.
     """
 
     block_tables: Tensor
@@ -104,7 +175,9 @@ class RuntimeState:
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    adapters: Tensor
     prefill_tokens: Tensor
+    prefill_targets: Tensor
     prefill_slots: Tensor
     context_offsets: Tensor
     prompt_offsets: Tensor
@@ -130,10 +203,12 @@ class RuntimeState:
             temperature=torch.ones(config.rows, device=device),
             top_k=integers(config.rows),
             top_p=torch.ones(config.rows, device=device),
-            prefill_tokens=integers(config.prefill_rows, config.prompt_tokens),
-            prefill_slots=integers(config.prefill_rows, config.prompt_tokens),
+            adapters=integers(config.rows),
+            prefill_tokens=integers(config.prefill_rows, config.chunk),
+            prefill_targets=integers(config.prefill_rows, config.chunk),
+            prefill_slots=integers(config.prefill_rows, config.chunk),
             context_offsets=torch.arange(config.context, device=device),
-            prompt_offsets=torch.arange(config.prompt_tokens, device=device),
+            prompt_offsets=torch.arange(config.chunk, device=device),
             padding_slots=torch.arange(config.widest_batch, device=device),
             ranks=tables.ranks,
             triangle=tables.triangle,
@@ -148,12 +223,20 @@ class RuntimeState:
         columns = (self.seeds, self.steps, self.temperature, self.top_k, self.top_p)
         return SamplerRows(*(column[rows] for column in columns))
 
+    def state_slots(self, rows: Tensor, fresh: Tensor, counted: Tensor) -> StateSlots:
+        """Where int64 [R] rows keep recurrent states; one without a counted token writes beside
+        them, so that padding never meets a row.
+        """
+        beside = len(self.lengths) + self.padding_slots[: len(rows)]
+        return StateSlots(rows, torch.where(counted.any(1), rows, beside), fresh, counted)
+
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch, unzeroed by contract, float32.
+    """Scratch, unzeroed by contract.
 
-    logits: [widest_batch, vocabulary]; context_keys, context_values: [N * C, kv_heads, head_size].
+    logits: float32 [widest_batch, vocabulary]; context_keys, context_values: [N * C, ...] of what
+    the cache stores (for latents, context_values is empty).
     """
 
     logits: Tensor
@@ -163,13 +246,26 @@ class Workspace:
     @classmethod
     def build(cls, config: EngineConfig, device: torch.device) -> Workspace:
         """Allocate on `device`, in whatever pool scope is open."""
-        model = config.model
-        context = (config.rows * config.context, model.kv_heads, model.head_size)
+        model, slots = config.model, config.rows * config.context
+        grouped, is_latent = (
+            (model.kv_heads, model.head_size),
+            (model.architecture is Architecture.MLA),
+        )
+
+        def context(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=model.kv_type.storage, device=device)
+
         return cls(
             torch.empty(config.widest_batch, model.vocabulary, device=device),
-            torch.empty(context, device=device),
-            torch.empty(context, device=device),
+            context(slots, model.latent_size) if is_latent else context(slots, *grouped),
+            context(0) if is_latent else context(slots, *grouped),
         )
+
+    def cache_over(self, config: EngineConfig, memory: Tensor) -> LayerCache:
+        """A layer's cache; all layers gather their context into the same scratch."""
+        views = slot_views(config, memory)
+        scratch = self.context_keys, self.context_values
+        return PagedCache(views, scratch[: len(views)]) if views else memory
 
 
 def named_tensors(holder: RuntimeState | Workspace) -> dict[str, Tensor]:

@@ -20,9 +20,19 @@ class Setup:
     platform: Platform
     device: int = 0
     backing: str | None = None
+    retain: bool = False
+    compress: str | None = None
+    budget: int | None = None
     nesting: Nesting = "auto"
     execution: Execution = "eager"
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    @property
+    def backup(self) -> BackupOptions:
+        """How its backups are kept."""
+        return BackupOptions(
+            budget=self.budget, retain=self.retain, compress=self.compress, backing=self.backing
+        )
 
 
 class Subject:
@@ -33,12 +43,14 @@ class Subject:
 
     def __init__(self, setup: Setup) -> None:
         self.device = setup.platform.device(setup.device)
+        self.retains = setup.retain
+        """Whether backups are meant to stay over a wake."""
         self.others_mapped = self.device.counters().mapped_bytes
         """Bytes that others had mapped on the device before this engine was there."""
         self.sleeper = self.manager_type(
             setup.platform,
             device=setup.device,
-            backup=BackupOptions(backing=setup.backing),
+            backup=setup.backup,
             debug=True,
         )
         self.engine = self.engine_type(

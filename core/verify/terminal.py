@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hal.core.verify.cases import Case
+from hal.core.verify.forecast import Forecast
 from hal.core.verify.report import CaseResult, Finding, VerifyReport
 
 _MIB = 1 << 20
@@ -199,3 +200,31 @@ def verdict_line(report: VerifyReport) -> str:
     if report.passed:
         return f"bit-exact: {_count(len(report.cases), 'case')}, {counted}"
     return f"FAILED: {len(failed)} of {len(report.cases)} cases ({', '.join(failed)}); {counted}"
+
+
+def forecast_lines(found: Forecast) -> list[Table | Text]:
+    """A planned sleep, tag by tag, and the wake after it."""
+    table = Table(title=f"A sleep at level {found.level} would", title_justify="left")
+    table.add_column("tag", no_wrap=True)
+    table.add_column("policy")
+    for name in ("segments", "free MiB", "copy MiB"):
+        table.add_column(name, justify="right")
+    for tag in found.sleep.tags:
+        sizes = (f"{size / _MIB:.1f}" for size in (tag.bytes, tag.host_bytes))
+        table.add_row(tag.tag, tag.policy.value, str(tag.segments), *sizes)
+    plan = found.sleep
+    room = f"of {_mib(plan.host_available)} that the host can give"
+    fits = "fits" if plan.fits else f"does not fit: {plan.why_not}"
+    wake = {True: "fits", False: "does not fit", None: "cannot be known to fit"}[found.wake_fits]
+    return [
+        table,
+        Text(f"sleep: frees {_mib(plan.freed)}, backs up {_mib(plan.host_needed)} {room}; {fits}"),
+        Text(
+            f"wake: needs {_mib(found.wake_needs)} of {_mib(found.free_while_asleep)} that are "
+            f"free then; {wake} while others take no more than {_mib(found.spare)}"
+        ),
+    ]
+
+
+def _mib(size: int | None) -> str:
+    return "an unknown amount" if size is None else f"{size / _MIB:,.1f} MiB"

@@ -42,6 +42,7 @@ class EmulatedCudaPlatform(CpuPlatform):
     """
 
     name: ClassVar[str] = "cuda"
+    driver: ClassVar[str] = "cuda"
     options: ClassVar[str] = ""
     """Of the driver, as it takes them."""
 
@@ -68,7 +69,7 @@ class EmulatedCudaPlatform(CpuPlatform):
         emulator.set_capacity(self.emulated_total, index)
         emulator.set_poison(self._dirty)
         self._prepare()
-        return Device(self.name, index, self.options)
+        return Device(self.driver, index, self.options)
 
     def _prepare(self) -> None:
         """Let the driver find its emulated library."""
@@ -111,6 +112,7 @@ class EmulatedRocmPlatform(EmulatedCudaPlatform):
     """The ROCm driver over the emulated HIP runtime, with the quirks of some of its releases."""
 
     name: ClassVar[str] = "rocm"
+    driver: ClassVar[str] = "rocm"
     options: ClassVar[str] = "chunk=4194304"
 
     def __init__(
@@ -148,6 +150,7 @@ class EmulatedXpuPlatform(CpuPlatform):
     """
 
     name: ClassVar[str] = "xpu"
+    driver: ClassVar[str] = "xpu"
 
     def __init__(
         self,
@@ -168,4 +171,4 @@ class EmulatedXpuPlatform(CpuPlatform):
         emulator = emulated_xpu()
         emulator.reset()
         emulator.set(total=emulator.used_bytes() + self._capacity, poison=self._dirty)
-        return Device(self.name, index, "")
+        return Device(self.driver, index, "")
