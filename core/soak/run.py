@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,6 +140,9 @@ def _live(setup: Setup, seed: str, cell: Cell, outcome: Outcome, subject: type[S
         except Exception as error:  # noqa: BLE001 - on damaged memory it may be anything
             outcome.violation = f"{trace[-1]} raised {type(error).__name__}: {error}"
             outcome.cell, outcome.trace = cell.name, trace
+        if outcome.violation:
+            life.abandon()
+    gc.collect()
 
 
 @contextmanager
@@ -195,6 +199,12 @@ class _Life:
         self.subject.close()
         kept = self.device.counters().mapped_bytes - self.subject.others_mapped
         _require(not kept, f"{kept} bytes stayed mapped after the engine was closed")
+
+    def abandon(self) -> None:
+        """Give back what can be given back after a violation, which stays what is reported."""
+        self.device.clear_faults()
+        with suppress(HalError, RuntimeError):
+            self.subject.close()
 
     # -- transitions
 

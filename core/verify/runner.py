@@ -376,7 +376,7 @@ class _CaseRun:
         itself.
         """
         for nth in range(1, MOST_POSITIONS + 1):
-            before = self._standing()
+            before, loaded = self._standing(), not self.sleeper.dirty
             if isinstance(step.step, Sleep):
                 self._remember(step.step)
             told = len(self.caught)
@@ -388,7 +388,7 @@ class _CaseRun:
                 return
             del self.caught[told:]  # a fault may well be warned of
             if error is None:
-                self._undo(step.step)
+                self._undo(step.step, before[0], loaded=loaded)
             else:
                 self._expect_unchanged(f"{step} ({nth})", before, error)
             self.history.faults += 1
@@ -411,14 +411,18 @@ class _CaseRun:
             return error
         return None
 
-    def _undo(self, step: Sleep | Wake) -> None:
-        """The transition went through in spite of the fault: go back, to try the next position."""
+    def _undo(self, step: Sleep | Wake, asleep: frozenset[str], *, loaded: bool) -> None:
+        """The transition went through in spite of the fault: go back to these sleeping tags, to try
+        the next position.
+        """
         if isinstance(step, Sleep):
             self.history.woke(self.sleeper.wake_up())
-            if self.sleeper.dirty:
-                self.engine.reload_weights()
         elif self._slept_by is not None:
             self.history.slept(self._go_to_sleep(self._slept_by))
+            if awake := self.sleeper.sleeping_tags - asleep:
+                self.history.woke(self.sleeper.wake_up(awake))
+        if loaded and self.sleeper.dirty:
+            self.engine.reload_weights()
 
     def _refused(self, step: Refused) -> None:
         before = self._standing()
@@ -432,7 +436,7 @@ class _CaseRun:
         if error is not None:
             self._expect_unchanged(str(step), before, error)
 
-    def _standing(self) -> tuple[object, ...]:
+    def _standing(self) -> tuple[frozenset[str], dict[str, int]]:
         """What a failed transition must leave alone: who sleeps, and the device's books."""
         return self.sleeper.sleeping_tags, checks.books(self.subject)
 

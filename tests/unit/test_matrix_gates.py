@@ -79,7 +79,7 @@ def test_a_fault_that_is_never_reached_is_no_pass() -> None:
     cell = MATRIX.parse("base")
     unreached = replace(cell, values={**cell.values, "fault": "host_register@sleep"})
     result = run_cell(Site("cpu"), unreached, REQUESTS)
-    assert "no call was there to fail" in result.reason
+    assert "no call of host_register was there to fail" in result.reason
 
 
 # ---- slopes --------------------------------------------------------------------------------------
