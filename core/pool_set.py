@@ -52,7 +52,7 @@ class PoolOrders:
 def kept_bytes(order: Order) -> int:
     """Bytes of a segment that its backup holds."""
     if order.action is Action.DISCARD:
-        return 0
+        return sum(size for _, size in order.live or ())
     return order.segment.size if order.live is None else sum(size for _, size in order.live)
 
 
@@ -110,7 +110,7 @@ def orders_for(
     """The orders that put one pool to sleep, from a snapshot that no allocation has overtaken.
 
     Segments without a live block take no part: they are given up first, or only passed over without
-    `trim`. A preserved tensor in a discarded segment makes it an offload of those ranges alone.
+    `trim`. A preserved tensor in a discarded segment is kept as a range of its order.
     """
     snapshot = current_snapshot(managed.pool, trim=trim)
     segments = [s for s in snapshot.segments if trim or snapshot.live.get(s.address) != ()]
@@ -137,7 +137,7 @@ def _order(segment: Segment, snapshot: Snapshot, policy: Policy, contents: Conte
     kept = contents.preserved_in(segment.address, segment.size, whole if live is None else live)
     if not kept:
         return Order(segment, Action.DISCARD)
-    return Order(segment, Action.OFFLOAD, _rounded(kept))
+    return Order(segment, Action.DISCARD, _rounded(kept))
 
 
 def _rounded(ranges: Ranges) -> Ranges:

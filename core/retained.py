@@ -61,7 +61,8 @@ class Retained:
         `slept` tells how the sleep went.
         """
         self._taken = {}
-        wanted = [o for o in orders if o.action is Action.OFFLOAD and (o.retain or self._check)]
+        backed = [o for o in orders if o.action is Action.OFFLOAD or o.live]
+        wanted = [order for order in backed if order.retain or self._check]
         if self._why_not or not wanted:
             return list(orders)
         self._device.synchronize()

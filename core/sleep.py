@@ -54,7 +54,7 @@ from hal.errors import (
     Unsupported,
 )
 from hal.memory import TorchUsage
-from hal.native import Action, Segment, TransferFailed, TransferReport
+from hal.native import Segment, TransferFailed, TransferReport
 from hal.platform import Platform, PoolNesting
 from hal.pools import Pool, find_segment, storage_address
 
@@ -498,7 +498,7 @@ class SleepManager:
     def _drop_backups(self, pools: Sequence[ManagedPool]) -> TransferReport | None:
         """Give backups up, but for those that hold a preserved tensor."""
         given_up = [orders_for(managed, Policy.DISCARD, self._contents) for managed in pools]
-        orders = [order for order in orders_of(given_up) if order.action is Action.DISCARD]
+        orders = [order for order in orders_of(given_up) if not order.live]
         if not orders:
             return None
         report = self._transfer.drop_backups(orders)

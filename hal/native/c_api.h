@@ -162,7 +162,7 @@ typedef struct hal_segment_order {
   uint64_t address, serial;          /* the segment; one freed since it was listed is skipped */
   int32_t action;                    /* hal_action, for sleep */
   uint32_t first_range, range_count; /* its live ranges in the request; 0 ranges of an OFFLOAD: the whole segment is
-                                      * live, unless `nothing_live` */
+                                      * live, unless `nothing_live`; ranges of a DISCARD outlive it in a backup */
   int32_t nothing_live;
   uint32_t first_clean, clean_count; /* for sleep: its ranges in the request that a retained backup holds as they are
                                       * now; they need no copy. Ignored where no such backup is there */

@@ -58,6 +58,12 @@ struct Moving {
   Piece* piece;
 };
 
+// Encoded pieces that lie side by side in the arena, and so in a window.
+struct Run {
+  hal_address to;
+  uint64_t position, size;
+};
+
 struct Window {
   explicit Window(Primitives& primitives) : memory(primitives) {}
 
@@ -120,6 +126,8 @@ class EncodedMover : public Mover {
   Status store(Moving moving, hal_address from, Window& window, uint32_t stream);
   Status take_room(Piece& piece);
   Status load(Window& window, uint32_t stream);
+  Status flush(const Run& run, uint32_t stream);
+  Status check_stored(const Moving& moving) const;
   Status fetch(const Moving& moving, hal_address to, Window& window, uint32_t stream);
   Status drain(size_t index);
   Status check_decoded(const Window& window) const;
@@ -217,34 +225,57 @@ Status EncodedMover::store(Moving moving, hal_address from, Window& window, uint
 Status EncodedMover::load(Window& window, uint32_t stream) {
   window.chunks.clear();
   window.encoded.clear();
-  hal_address at = window.memory.address();
+  Run run{window.memory.address(), 0, 0};
   for (const Moving& moving : window.pieces) {
     const Piece& piece = *moving.piece;
     const hal_address plain = moving.segment + piece.offset;
-    const bool encoded = piece.stored < piece.size;
-    HAL_TRY(fetch(moving, encoded ? at : plain, window, stream));
-    if (!encoded) continue;
-    window.chunks.push_back({plain, at, piece.size, piece.stored});
+    HAL_TRY(check_stored(moving));
+    if (piece.stored == piece.size) {  // it was kept as it is
+      HAL_TRY(fetch(moving, plain, window, stream));
+      continue;
+    }
+    const uint64_t room = round_up(piece.stored, backup_alignment());
+    if (arena_.file() != nullptr || piece.position != run.position + run.size) {
+      HAL_TRY(flush(run, stream));
+      run = {run.to + run.size, piece.position, 0};
+    }
+    window.chunks.push_back({plain, run.to + run.size, piece.size, piece.stored});
     window.encoded.push_back(moving);
-    at += step_;
+    if (arena_.file() != nullptr) HAL_TRY(fetch(moving, run.to, window, stream));
+    run.size += room;
   }
+  HAL_TRY(flush(run, stream));
   if (window.chunks.empty()) return {};
   return codec_.decode(window.chunks.data(), static_cast<uint32_t>(window.chunks.size()), scratch(window),
                        window.host->get(), stream);
 }
 
+// Pieces that lie side by side in memory cross the link in one copy: many small ones take longer.
+Status EncodedMover::flush(const Run& run, uint32_t stream) {
+  if (run.size == 0 || arena_.file() != nullptr) return {};
+  return primitives_.copy_to_device(run.to, Arena::host(run.position), run.size, stream);
+}
+
+// Of a file's pieces the checksum is looked at when they have been read.
+Status EncodedMover::check_stored(const Moving& moving) const {
+  if (arena_.file() != nullptr || !arena_.verifies()) return {};
+  const Piece& piece = *moving.piece;
+  return crc32c(Arena::host(piece.position), piece.stored) == piece.checksum ? Status()
+                                                                             : corrupt(moving.segment, piece);
+}
+
 Status EncodedMover::fetch(const Moving& moving, hal_address to, Window& window, uint32_t stream) {
   const Piece& piece = *moving.piece;
-  const bool in_file = arena_.file() != nullptr;
-  void* host = in_file ? window.bounce->get() : Arena::host(piece.position);
-  if (in_file) {
-    const uint64_t size = round_up(piece.stored, backup_alignment());
-    HAL_TRY(arena_.file()->read(host, size, piece.position));
-    arena_.file()->forget(size, piece.position);
+  if (arena_.file() == nullptr) {
+    return primitives_.copy_to_device(to, Arena::host(piece.position), piece.stored, stream);
   }
-  if (arena_.verifies() && crc32c(host, piece.stored) != piece.checksum) return corrupt(moving.segment, piece);
+  void* host = window.bounce->get();
+  const uint64_t size = round_up(piece.stored, backup_alignment());
+  HAL_TRY(arena_.file()->read(host, size, piece.position));
+  arena_.file()->forget(size, piece.position);
+  if (crc32c(host, piece.stored) != piece.checksum) return corrupt(moving.segment, piece);
   HAL_TRY(primitives_.copy_to_device(to, host, piece.stored, stream));
-  return in_file ? primitives_.synchronize(stream) : Status();
+  return primitives_.synchronize(stream);
 }
 
 // Waits for what is in flight in a window, and looks at how it went.

@@ -59,6 +59,7 @@ class Sleep {
   std::unique_ptr<Growth> growth_;  // before transition_: backups are given back before a failed growth is undone
   Transition transition_;
   std::vector<Item*> offloaded_, discarded_, dropped_;
+  std::vector<Item*> late_;  // whose contents no backup has whole: released when every copy is done
   std::vector<std::vector<Item*>> batches_;
   std::unique_ptr<Mover> mover_;
   Status lost_;                 // the first address that was lost: its segment sleeps, and so does everything else
@@ -83,18 +84,26 @@ std::vector<Range> normalize(std::vector<Range> ranges, uint64_t size, uint64_t 
   return merged;
 }
 
+// A discard that keeps some ranges: they are backed up, the rest of the contents is given up with the discarded
+// segments.
+bool keeps_part(const hal_segment_order& order) {
+  return order.action == HAL_DISCARD && order.range_count > 0;
+}
+
 // Sorts the segments by what is to be done; refuses a malformed request before anything is changed.
 Status Sleep::plan() {
   for (Item& item : transition_.items()) {
     const int32_t action = item.order->action;
     if (action < HAL_OFFLOAD || action > HAL_DROP_BACKUP) return Status::invalid("sleep", "there is no such action");
-    if (action == HAL_OFFLOAD) HAL_TRY(plan_offload(item));
+    if (action == HAL_OFFLOAD || keeps_part(*item.order)) HAL_TRY(plan_offload(item));
   }
   for (Item& item : transition_.items()) {
     const bool mapped = item.segment->state == HAL_MAPPED;
     const int32_t action = item.order->action;
-    if (action == HAL_OFFLOAD && mapped) offloaded_.push_back(&item);
-    if (action == HAL_DISCARD && mapped) discarded_.push_back(&item);
+    const bool backed = action == HAL_OFFLOAD || keeps_part(*item.order);
+    if (backed && mapped) offloaded_.push_back(&item);
+    if (action == HAL_DISCARD && !backed && mapped) discarded_.push_back(&item);
+    if (action == HAL_DISCARD && mapped) late_.push_back(&item);
     if (action != HAL_DROP_BACKUP) continue;
     if (item.segment->state == HAL_ASLEEP_BACKED) dropped_.push_back(&item);
     if (mapped) item.segment->backup.drop();  // a retained one, which nothing depends on
@@ -215,6 +224,7 @@ Status Sleep::finish(size_t batch) {
 Status Sleep::release(size_t batch) {
   if (batch >= batches_.size()) return {};
   for (Item* item : batches_[batch]) {
+    if (keeps_part(*item->order)) continue;
     HAL_TRY(unmap_chunks(primitives_, *item->segment));
     HAL_TRY(release_chunks(primitives_, *item->segment));
     HAL_TRY(vacate(*item->segment));
@@ -232,8 +242,8 @@ Status Sleep::vacate(Segment& segment) {
 
 // Unmaps all before it releases any: until the first release the contents are still there and can be mapped again.
 Status Sleep::release_discarded() {
-  for (Item* item : discarded_) HAL_TRY(unmap_chunks(primitives_, *item->segment));
-  for (Item* item : discarded_) {
+  for (Item* item : late_) HAL_TRY(unmap_chunks(primitives_, *item->segment));
+  for (Item* item : late_) {
     const uint64_t before = physical_bytes(*item->segment);
     Status status = release_chunks(primitives_, *item->segment);
     discards_lost_ = discards_lost_ || physical_bytes(*item->segment) < before;
@@ -256,7 +266,7 @@ void Sleep::recover() {
 
 bool Sleep::roll_back() {
   if (discards_lost_) return false;
-  for (Item* item : discarded_) {
+  for (Item* item : late_) {
     if (!map_chunks(primitives_, *item->segment).ok()) return false;
   }
   for (Item* item : offloaded_) {

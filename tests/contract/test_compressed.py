@@ -147,7 +147,7 @@ def test_a_failed_sleep_loses_nothing(sleeper: SleepManager, call: str, nth: int
 
 @pytest.mark.parametrize(
     ("call", "nth"),
-    [("decode", 1), ("copy_to_device", 1), ("copy_to_device", 3), ("create", 1), ("map", 2)],
+    [("decode", 1), ("copy_to_device", 1), ("create", 1), ("map", 2)],
 )
 def test_a_failed_wake_stays_asleep_and_can_be_made_again(
     sleeper: SleepManager, call: str, nth: int

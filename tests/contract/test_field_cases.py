@@ -617,3 +617,24 @@ def test_r71_a_backing_that_is_not_there_falls_back_once_or_fails(manager: Make)
         with pytest.raises(Unsupported, match="pinned host memory"):
             strict.sleep(level=1)
     assert torch.equal(weights, pattern(3 * MIB, 1))
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_r24_r66_a_discard_with_preserved_tensors_is_undone_whole(
+    sleeper: SleepManager, target: Target, nth: int
+) -> None:
+    """What a sleep was to give up is still there when it did not happen."""
+    weights, cache = fill(sleeper, "weights", 1), fill(sleeper, "kv_cache", 2)
+    buffer = weights[:1000]
+    sleeper.preserve({"buffer": buffer})
+    sleeper.device.fail("unmap", nth, target.other_error)
+    try:
+        sleeper.sleep(level=2)
+    except HalError:
+        assert not sleeper.is_sleeping
+        assert torch.equal(weights, pattern(len(weights), 1))
+        assert torch.equal(cache, pattern(len(cache), 2))
+    sleeper.device.clear_faults()
+    sleeper.sleep(level=2)
+    sleeper.wake_up()
+    assert torch.equal(buffer, pattern(1000, 1))

@@ -19,7 +19,6 @@ from hal.errors import (
     OutOfDeviceMemory,
     StateError,
     UnknownTagError,
-    Unsupported,
 )
 from support import MIB, Target, books, fill, hold, pattern
 
@@ -168,7 +167,7 @@ def test_levels_are_what_the_design_says() -> None:
         (lambda s: BackupOptions(budget=0), InvalidArgument),
         (lambda s: BackupOptions(backing="tape"), InvalidArgument),
         (lambda s: BackupOptions(backing="file:"), InvalidArgument),
-        (lambda s: BackupOptions(compress="ans"), Unsupported),
+        (lambda s: BackupOptions(compress="lz9"), InvalidArgument),
     ],
 )
 def test_bad_input_is_a_typed_error_before_any_change(

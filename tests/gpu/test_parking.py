@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -34,6 +35,17 @@ print(memory.total - memory.reserved - memory.free)
 def _parkable(platform: CudaPlatform) -> None:
     if not platform.capabilities.park:
         pytest.skip(platform.capabilities.park.reason)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """A capture leaves cuBLAS's workspace in the graph's pool, and what is mapped stands against
+    the next test's parking.
+    """
+    yield
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def used(sleeper: SleepManager) -> int:

@@ -91,6 +91,33 @@ TEST(only_live_ranges_are_copied_and_gaps_are_filled) {
   }
 }
 
+TEST(a_discard_that_keeps_parts_is_undone_with_all_of_its_contents) {
+  Machine m;
+  hal_arena* arena = m.make_arena(HAL_ANONYMOUS);
+  const uint64_t partly = m.allocate(MiB), gone = m.allocate(MiB);
+  write_pattern(partly, MiB, 1);
+  write_pattern(gone, MiB, 2);
+  const hal_range kept[] = {{4096, 8192}};
+  std::vector<hal_segment_order> orders = {order(partly, HAL_DISCARD, 0, 1), order(gone, HAL_DISCARD)};
+  hal_transfer_report report;
+  for (uint64_t nth = 1; nth <= 2; ++nth) {  // either of the two cannot be unmapped
+    OK(hal_fault_set(m.device, "unmap", nth, 22, 1, &status));
+    CHECK(hal_sleep(m.device, arena, orders.data(), 2, kept, 1, &report, &status) != HAL_OK);
+    CHECK_EQ(report.rolled_back, 1);
+    CHECK(has_pattern(partly, MiB, 1));
+    CHECK(has_pattern(gone, MiB, 2));
+    CHECK_EQ(stats_of(arena).used_bytes, 0u);
+    hal_fault_clear(m.device);
+  }
+  OK(hal_sleep(m.device, arena, orders.data(), 2, kept, 1, &report, &status));
+  CHECK_EQ(orders[0].state, HAL_ASLEEP_BACKED);
+  CHECK_EQ(orders[1].state, HAL_ASLEEP_DISCARDED);
+  CHECK_EQ(report.copied_bytes, 8192u);
+  wake_all(m, arena, orders);
+  CHECK(has_pattern(partly, 8192, 1, 4096));
+  CHECK(all_bytes(partly + 12288, MiB - 12288, 0));
+}
+
 TEST(nothing_live_copies_nothing_and_fill_poisons) {
   Machine m;
   const uint64_t address = m.allocate(MiB);
