@@ -15,7 +15,7 @@ CPP_FILES := $(wildcard hal/native/*.cpp hal/native/*.h hal/*/*.cpp hal/*/*.h te
 SOURCE_VIEW := build/source-view
 
 .DEFAULT_GOAL := help
-.PHONY: help verify test pytest unit contract integrations lint typecheck format sanitize bench clean
+.PHONY: help verify test pytest unit contract integrations vllm matrix lint typecheck format sanitize bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s: -l2
@@ -29,7 +29,7 @@ pytest: $(STAMPS)/tools $(STAMPS)/package  ## the tests alone; ARGS="-k wake" na
 	$(BIN)/pytest $(ARGS)
 
 unit: $(STAMPS)/tools $(STAMPS)/package  ## the tests that need no device
-	$(BIN)/pytest tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/unit
 
 # The drivers' own tests count what their emulated device holds, so nothing else may use it in their process. The rest
 # runs on two processes with one thread each.
@@ -38,7 +38,14 @@ contract: $(STAMPS)/tools $(STAMPS)/package  ## one suite over every platform, r
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/contract tests/gpu --ignore-glob='*_driver.py'
 
 integrations: $(STAMPS)/tools $(STAMPS)/package  ## real models, processes and commands
-	$(BIN)/pytest tests/integrations
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/integrations --ignore=tests/integrations/vllm
+
+vllm: $(STAMPS)/tools $(STAMPS)/package  ## the vLLM plugin with real engines on the host, in an environment of its own
+	bash ci/vllm.sh $(abspath $(BIN)/python) $(ARGS)
+
+matrix: $(STAMPS)/package  ## the matrix and a soak on the host and over emulated devices
+	PYTHON=$(abspath $(BIN)/python) bash ci/cpu.sh matrix soak
+	PYTHON=$(abspath $(BIN)/python) bash ci/emulated.sh
 
 lint: $(STAMPS)/tools  ## style of Python and C++
 	$(BIN)/ruff check .
