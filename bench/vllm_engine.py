@@ -31,6 +31,10 @@ ENVIRONMENT = {
 }
 GIB = 1 << 30
 HEAD = 128
+REST_SECONDS = 0.3
+"""Between a sleep and its wake: a driver clears what was released in the background, and a wake in
+the same moment waits for that.
+"""
 HOG = """
 import sys, torch
 free, _ = torch.cuda.mem_get_info()
@@ -119,29 +123,45 @@ def weight_sums(model: Any) -> dict[str, int]:
 # -- memory, seen from outside torch
 
 
+READER = """
+import json, sys, pynvml
+pynvml.nvmlInit()
+device = pynvml.nvmlDeviceGetHandleByIndex(0)
+for _ in sys.stdin:
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
+    own = [p.usedGpuMemory for p in processes if p.pid == int(sys.argv[1])]
+    print(json.dumps([pynvml.nvmlDeviceGetMemoryInfo(device).used, own[0] if own else None]), flush=True)
+"""
+
+
 class Meter:
-    """Device memory by the management library, and host memory by the kernel."""
+    """Device memory by the management library, and host memory by the kernel.
+
+    Another process asks the library: in one that is parked its queries wait for the wake.
+    """
 
     def __init__(self, device: str) -> None:
-        self._handle: Any = None
+        self._reader: subprocess.Popen[str] | None = None
         if device != "cpu":
-            import pynvml
+            command = [sys.executable, "-c", READER, str(os.getpid())]
+            pipe = subprocess.PIPE
+            self._reader = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
-            pynvml.nvmlInit()
-            self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+    def _read(self) -> tuple[int, int | None]:
+        if self._reader is None or self._reader.stdin is None or self._reader.stdout is None:
+            return 0, None
+        self._reader.stdin.write("\n")
+        self._reader.stdin.flush()
+        device, process = json.loads(self._reader.stdout.readline())
+        return device, process
 
     def device_used(self) -> int:
         """Bytes in use on the device, by all processes; 0 on the host."""
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used) if self._handle else 0
+        return self._read()[0]
 
     def process_used(self) -> int | None:
         """Bytes that this process holds on the device; None where the library does not tell."""
-        if not self._handle:
-            return None
-        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-            if process.pid == os.getpid():
-                return process.usedGpuMemory
-        return None
+        return self._read()[1]
 
     @staticmethod
     def resident() -> int:
@@ -151,7 +171,7 @@ class Meter:
 
     def pinned_by_torch(self) -> int:
         """Bytes of pinned memory in torch's cache."""
-        if not self._handle:
+        if self._reader is None:
             return 0
         import torch
 
@@ -246,6 +266,7 @@ class Run:
             if not cycle:
                 self.found["asleep"] = {**self.meter.all(), **self._host_memory()}
                 self.found["report"] = self.report()
+            time.sleep(REST_SECONDS)
             wakes.append(self.timed(f"wake {cycle}", self.llm.wake_up))
             self.check(f"cycle {cycle}")
         self.found |= {"sleeps": sleeps, "wakes": wakes}
