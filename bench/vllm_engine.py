@@ -130,7 +130,8 @@ device = pynvml.nvmlDeviceGetHandleByIndex(0)
 for _ in sys.stdin:
     processes = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
     own = [p.usedGpuMemory for p in processes if p.pid == int(sys.argv[1])]
-    print(json.dumps([pynvml.nvmlDeviceGetMemoryInfo(device).used, own[0] if own else None]), flush=True)
+    used = pynvml.nvmlDeviceGetMemoryInfo(device).used
+    print(json.dumps([used, own[0] if own else None]), flush=True)
 """
 
 

@@ -9,10 +9,12 @@ import ctypes
 import glob
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hal.errors import NoPlatformError, UnknownPlatformError
@@ -40,43 +42,58 @@ class Vendor:
     """The platform's name."""
     target: str
     """Where its class is, as "module:Class"."""
-    library: str
-    """The shared library that the vendor's driver installs."""
+    libraries: tuple[str, ...]
+    """Names of the shared library that the vendor's driver installs: one that loads will do."""
     device_nodes: tuple[str, ...]
     """Patterns of the device files that its kernel driver makes."""
     toolkit: str
     """What `torch.version` calls the builds of torch that drive it."""
 
+    bundled_in: tuple[str, ...] = ()
+    """Packages that may bring the library in their `lib` folder, for themselves alone."""
+
     def driver_found(self) -> bool:
-        """Whether a device file is there and the driver's library loads, initialising nothing."""
+        """Whether a device file is there and the driver's library too, initialising nothing."""
         if not any(glob.glob(pattern) for pattern in self.device_nodes):
             return False
-        try:
-            ctypes.CDLL(self.library)
-        except OSError:
-            return False
-        return True
+        return self._is_bundled() or any(map(_loads, self.libraries))
+
+    def _is_bundled(self) -> bool:
+        """Whether a package brings the library; it is not loaded here, the package does that."""
+        specs = (importlib.util.find_spec(name) for name in self.bundled_in)
+        folders = (Path(spec.origin).with_name("lib") for spec in specs if spec and spec.origin)
+        stems = [name.partition(".so")[0] for name in self.libraries]
+        return any(any(folder.glob(f"{stem}*.so*")) for folder in folders for stem in stems)
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 VENDORS = (
     Vendor(
         platform="cuda",
         target="hal.cuda.platform:CudaPlatform",
-        library="libcuda.so.1",
+        libraries=("libcuda.so.1",),
         device_nodes=("/dev/nvidia[0-9]*", "/dev/dxg"),
         toolkit="cuda",
     ),
     Vendor(
         platform="rocm",
         target="hal.rocm.platform:RocmPlatform",
-        library="libamdhip64.so",
+        libraries=("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"),
         device_nodes=("/dev/kfd", "/dev/dxg"),
         toolkit="hip",
+        bundled_in=("torch", "_rocm_sdk_core"),
     ),
     Vendor(
         platform="xpu",
         target="hal.xpu.platform:XpuPlatform",
-        library="libze_loader.so.1",
+        libraries=("libze_loader.so.1",),
         device_nodes=("/dev/dri/renderD*", "/dev/dxg"),
         toolkit="xpu",
     ),

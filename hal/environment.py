@@ -123,7 +123,7 @@ def torch_notices(build: TorchBuild | None, vendors: Sequence[Vendor] = VENDORS)
         if has_build and not vendor.driver_found():
             yield (
                 f"{build} drives {vendor.platform} devices, but no {vendor.platform} driver was "
-                f"found ({vendor.library} and a device file): install it to use them"
+                f"found ({vendor.libraries[0]} and a device file): install it to use them"
             )
         elif not has_build and vendor.driver_found():
             yield (

@@ -185,14 +185,31 @@ def test_a_room_with_a_missing_import_says_which(monkeypatch: pytest.MonkeyPatch
 def test_a_driver_is_found_by_device_file_and_library(
     nodes: tuple[str, ...], library: str, found: bool
 ) -> None:
-    vendor = Vendor("acme", "acme:Platform", library, nodes, "acme")
+    vendor = Vendor("acme", "acme:Platform", (library,), nodes, "acme")
     assert vendor.driver_found() is found
+
+
+def test_a_library_that_a_package_brings_for_itself_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "brings").mkdir()
+    (tmp_path / "brings" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("libno_such_driver.so.1",)
+    vendor = Vendor("acme", "acme:Platform", names, ("/dev/null",), "acme", ("brings", "absent"))
+    assert not vendor.driver_found()
+    library = tmp_path / "brings" / "lib" / "libno_such_driver-1f2e.so.7"
+    library.parent.mkdir()
+    library.touch()
+    assert vendor.driver_found()
 
 
 def test_a_driver_that_is_not_used_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    there = Vendor("absent", "hal.absent.platform:Platform", "libc.so.6", ("/dev/null",), "absent")
+    there = Vendor(
+        "absent", "hal.absent.platform:Platform", ("libc.so.6",), ("/dev/null",), "absent"
+    )
     monkeypatch.setattr(detection, "VENDORS", (there,))
     assert hal.detect().name == HOST
     assert "a driver for absent is installed, but cpu is used" in caplog.text

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hal import native
 from hal.__main__ import main
 from hal.cpu.telemetry import memory_info, resident_bytes
 from hal.detect import Vendor, detect
@@ -19,8 +20,8 @@ from hal.torch_build import TorchBuild, read_version_file, torch_build
 
 CPU_BUILD = TorchBuild("2.13.0+cpu")
 ACME_BUILD = TorchBuild("2.13.0+acme1", {"acme": "1.0"})
-PRESENT = Vendor("acme", "acme:Platform", "libc.so.6", ("/dev/null",), "acme")
-ABSENT = Vendor("acme", "acme:Platform", "libacme.so.1", ("/dev/acme*",), "acme")
+PRESENT = Vendor("acme", "acme:Platform", ("libc.so.6",), ("/dev/null",), "acme")
+ABSENT = Vendor("acme", "acme:Platform", ("libacme.so.1",), ("/dev/acme*",), "acme")
 
 
 def rendered(environment) -> str:  # type: ignore[no-untyped-def]
@@ -37,7 +38,7 @@ def test_a_working_installation_has_no_problems() -> None:
     environment = collect("cpu")
     assert environment.problems == ()
     assert environment.platforms["cpu"] is None
-    assert environment.library.api_version == 1
+    assert environment.library.api_version == native.API_VERSION
     assert "cpu" in environment.library.drivers
 
 
