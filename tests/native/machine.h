@@ -59,8 +59,8 @@ class Machine {
   hal_arena* make_arena(int32_t backing, uint64_t budget = 0, bool verify = false, bool require_pinned = false,
                         const char* codec = nullptr) {
     const std::string directory = scratch_directory();
-    const hal_arena_options options{backing, verify, require_pinned, 0, budget, directory.c_str(), codec, nullptr,
-                                    nullptr};
+    const hal_arena_options options{backing,           verify, require_pinned, 0,      budget,
+                                    directory.c_str(), codec,  nullptr,        nullptr};
     hal_arena* made = nullptr;
     OK(hal_arena_create(device, &options, &made, &status));
     arenas.push_back(made);
