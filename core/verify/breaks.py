@@ -5,6 +5,7 @@ The runner is given the subject and nothing else, so it cannot know what to look
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,11 +92,15 @@ class _LeakingDevice(ReferenceEngine):
 
 
 class _LeakingHost(ReferenceEngine):
-    """Takes host memory in each wake and never gives it back."""
+    """Takes host memory in each wake and never gives it back: of its own, since what the process
+    has free already would hide it.
+    """
 
     def restart(self) -> None:
         super().restart()
-        self._leaked = [*getattr(self, "_leaked", ()), bytearray(b"x") * _LEAK]
+        taken = mmap.mmap(-1, _LEAK)
+        taken.write(b"x" * _LEAK)
+        self._leaked = [*getattr(self, "_leaked", ()), taken]
 
 
 class _ResetScales(ReferenceEngine):

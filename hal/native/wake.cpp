@@ -1,7 +1,8 @@
 // Wake as a transaction: create, map, copy or fill, synchronize, commit.
 //
-// Segments with backups come first, then those without contents. A failure at any point takes down what this wake had
-// mapped: everything is asleep as before, the backups whole, and the same call can be made again.
+// Segments with backups are copied in batches; those without contents are mapped and filled in between, while copies
+// are in flight. A failure at any point takes down what this wake had mapped: everything is asleep as before, the
+// backups whole, and the same call can be made again.
 #include <algorithm>
 
 #include "fill.h"
@@ -39,7 +40,7 @@ class Wake {
   Status restore_backed();
   Status start(size_t batch);
   Status finish(size_t batch);
-  Status map_empty();
+  Status map_empty(size_t batches_left);
   Status map(Item& item);
   Status fill(Item& item);
   Status synchronize();
@@ -53,6 +54,7 @@ class Wake {
   hal_transfer_report& report_;
   Transition transition_;
   std::vector<Item*> backed_, empty_;
+  size_t mapped_empty_ = 0;
   std::vector<std::vector<Item*>> batches_;
   std::vector<std::pair<Arena*, std::unique_ptr<Mover>>> movers_;
   std::vector<Item*> reused_;    // their physical memory is not fresh from the driver
@@ -77,7 +79,7 @@ Status Wake::forward() {
   const Stopwatch watch(&report_.copy_seconds);
   for (Item& item : transition_.items()) HAL_TRY(reclaim_range(primitives_, *item.segment));
   HAL_TRY(restore_backed());
-  HAL_TRY(map_empty());
+  HAL_TRY(map_empty(0));
   return synchronize();
 }
 
@@ -103,7 +105,9 @@ Status Wake::restore_backed() {
       for (Item* item : batches_[i]) HAL_TRY(map(*item));
     }
     if (i >= kLanes) HAL_TRY(finish(i - kLanes));
-    if (i < batches_.size()) HAL_TRY(start(i));
+    if (i >= batches_.size()) continue;
+    HAL_TRY(start(i));
+    HAL_TRY(map_empty(batches_.size() - i - 1));
   }
   return {};
 }
@@ -140,10 +144,13 @@ Status Wake::leave_out(bool* left_out) {
   return Status::error(HAL_DRIVER_ERROR, "restore", code, "a fault point made it fail");
 }
 
-Status Wake::map_empty() {
-  for (Item* item : empty_) {
-    HAL_TRY(map(*item));
-    HAL_TRY(fill(*item));
+// Maps a fair share of the segments without contents: all that are left when no batch is.
+Status Wake::map_empty(size_t batches_left) {
+  const size_t left = empty_.size() - mapped_empty_;
+  for (size_t share = (left + batches_left) / (batches_left + 1); share > 0; --share) {
+    Item& item = *empty_[mapped_empty_++];
+    HAL_TRY(map(item));
+    HAL_TRY(fill(item));
   }
   return {};
 }

@@ -119,7 +119,7 @@ def test_pools_are_measured_and_given_back(bench: Import, make: type[CpuPlatform
     run = pools.Bench(platform, scale, rounds=1)
     parts = (pools.first_touch, pools.small_tensors, pools.kv_cache, pools.segment)
     figures = [figure for part in parts for figure in part(run)]
-    assert len({figure.name for figure in figures}) == len(figures) == 10
+    assert len({figure.name for figure in figures}) == len(figures) == 11
     assert all(figure.value > 0 for figure in figures)
     assert books(platform) == before
 
@@ -130,9 +130,10 @@ def test_the_wake_of_a_kv_cache_has_a_target_on_accelerators(
     pools = bench("pools")
     tiny = pools.Scale(touched=1, small=1, kv_cache=4 * MIB, kv_piece=MIB, segment=MIB)
     monkeypatch.setattr(pools, "ACCELERATOR", tiny)
-    woke, round_trip = pools.kv_cache(pools.Bench(EmulatedCudaPlatform(), tiny, rounds=1))
+    woke, round_trip, at_once = pools.kv_cache(pools.Bench(EmulatedCudaPlatform(), tiny, rounds=1))
     assert woke.at_most == 100.0
     assert round_trip.value > woke.value
+    assert at_once.at_most is None
 
 
 # ---- cycles --------------------------------------------------------------------------------------
