@@ -98,7 +98,7 @@ class _LeakingHost(ReferenceEngine):
 
     def restart(self) -> None:
         super().restart()
-        taken = mmap.mmap(-1, _LEAK)
+        taken = mmap.mmap(-1, _LEAK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         taken.write(b"x" * _LEAK)
         self._leaked = [*getattr(self, "_leaked", ()), taken]
 
