@@ -44,8 +44,8 @@ vllm: $(STAMPS)/tools $(STAMPS)/package  ## the vLLM plugin with real engines on
 	bash ci/vllm.sh $(abspath $(BIN)/python) $(ARGS)
 
 matrix: $(STAMPS)/package  ## the matrix and a soak on the host and over emulated devices
-	PYTHON=$(abspath $(BIN)/python) bash ci/cpu.sh matrix soak
-	PYTHON=$(abspath $(BIN)/python) bash ci/emulated.sh
+	@export PYTHON=$(abspath $(BIN)/python) OMP_NUM_THREADS=1; bash ci/cpu.sh matrix soak & host=$$!; \
+	  bash ci/emulated.sh; emulated=$$?; wait $$host && exit $$emulated
 
 lint: $(STAMPS)/tools  ## style of Python and C++
 	$(BIN)/ruff check .
