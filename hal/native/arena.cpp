@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "device_memory.h"
 #include "step_sizes.h"
 
 namespace hal {
@@ -59,7 +60,24 @@ Arena::Arena(Primitives& primitives, const hal_arena_options& options, std::uniq
       fell_back_(options.backing == HAL_PINNED && !pinned_) {}
 
 Arena::~Arena() {
+  collect_left();
   trim();
+}
+
+void Arena::leave(Segment&& memory) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  left_.push_back(std::move(memory));
+}
+
+void Arena::collect_left() {
+  std::vector<Segment> left;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    left.swap(left_);
+  }
+  for (Segment& memory : left) {
+    if (!hal::give_back(primitives_, memory)) leave(std::move(memory));
+  }
 }
 
 // Bytes that have to be taken from the system for `bytes` of backups, or why they cannot be.

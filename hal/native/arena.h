@@ -16,6 +16,7 @@
 #include "codec.h"
 #include "parallel.h"
 #include "primitives.h"
+#include "segment.h"
 #include "step_sizes.h"
 #include "storage.h"
 
@@ -42,6 +43,9 @@ class Arena {
   void give_back(uint64_t position, uint64_t size);
   // Waits until the memory at `position` may be used; fails when it could not be pinned and has to be.
   Status wait_ready(uint64_t position);
+  // Keeps device memory of a transition that the driver would not take back, and tries again.
+  void leave(Segment&& memory);
+  void collect_left();
   // Gives free room back to the system; bytes.
   uint64_t trim();
   void stats(hal_arena_stats* out);
@@ -93,6 +97,7 @@ class Arena {
   uint64_t held_ = 0, used_ = 0, pinned_bytes_ = 0;
   bool fell_back_ = false;
   Status pin_failure_;
+  std::vector<Segment> left_;
 };
 
 // A growth under way; it holds the arena's growth mutex.

@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "crc32c.h"
-#include "segment.h"
+#include "device_memory.h"
 #include "staging.h"
 
 namespace hal {
@@ -19,39 +19,6 @@ constexpr uint32_t kMostPieces = static_cast<uint32_t>(kBatchBytes / kEncodedPie
 uint64_t round_up(uint64_t bytes, uint64_t step) {
   return (bytes + step - 1) / step * step;
 }
-
-// Device memory of a transition's own.
-class DeviceMemory {
- public:
-  explicit DeviceMemory(Primitives& primitives) : primitives_(primitives) {}
-  ~DeviceMemory() { free(); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-
-  Status allocate(uint64_t bytes) {
-    uint64_t granularity = 0;
-    HAL_TRY(primitives_.granularity(bytes, &granularity));
-    segment_.size = round_up(bytes, std::max(granularity, primitives_.facts().granularity));
-    segment_.chunks = cut_into_chunks(segment_.size, primitives_.facts().chunk);
-    HAL_TRY(primitives_.reserve(segment_.size, primitives_.facts().alignment, 0, &segment_.address));
-    Status status = map_chunks(primitives_, segment_);
-    if (!status.ok()) free();
-    return status;
-  }
-  hal_address address() const { return segment_.address; }
-
- private:
-  // A driver that refuses to take memory back keeps it: there is nobody to tell in the middle of a transition.
-  void free() {
-    if (segment_.address == 0) return;
-    const bool down = take_down_chunks(primitives_, segment_).ok();
-    if (down && !segment_.lost) static_cast<void>(primitives_.unreserve(segment_.address, segment_.size).ok());
-    segment_ = Segment();
-  }
-
-  Primitives& primitives_;
-  Segment segment_;
-};
 
 struct Moving {
   hal_address segment;
@@ -65,7 +32,7 @@ struct Run {
 };
 
 struct Window {
-  explicit Window(Primitives& primitives) : memory(primitives) {}
+  Window(Primitives& primitives, Arena& arena) : memory(primitives, arena) {}
 
   DeviceMemory memory;                    // encoded pieces, then the codec's scratch
   std::unique_ptr<StagingBuffer> host;    // the codec's results
@@ -86,7 +53,9 @@ uint64_t size_of(const Window& window, size_t index) {
 class EncodedMover : public Mover {
  public:
   EncodedMover(Primitives& primitives, Arena& arena, Direction direction, const MoverOptions& options)
-      : Mover(primitives, arena, direction), codec_(*arena.codec()), options_(options) {}
+      : Mover(primitives, arena, direction), codec_(*arena.codec()), options_(options) {
+    arena_.collect_left();
+  }
 
   ~EncodedMover() override {
     // What is in flight reads and writes the windows: they go when it has ended, however it ended.
@@ -157,7 +126,7 @@ Status EncodedMover::open_windows() {
 
 Status EncodedMover::allocate_windows() {
   for (size_t i = 0; i < kWindows; ++i) {
-    auto window = std::make_unique<Window>(primitives_);
+    auto window = std::make_unique<Window>(primitives_, arena_);
     HAL_TRY(window->memory.allocate(window_bytes()));
     HAL_TRY(StagingBuffer::make(primitives_, limits_.host, &window->host));
     if (arena_.file() != nullptr) HAL_TRY(StagingBuffer::make(primitives_, step_, &window->bounce));

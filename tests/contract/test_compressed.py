@@ -99,6 +99,24 @@ def test_nothing_is_left_of_the_windows(sleeper: SleepManager, platform: Platfor
     assert books(platform) == before
 
 
+@pytest.mark.parametrize("call", ["unmap", "release", "unreserve"])
+def test_windows_that_the_driver_keeps_go_with_the_next(
+    sleeper: SleepManager, platform: Platform, call: str
+) -> None:
+    weights = weights_of(sleeper, 1)
+    expected, before = weights.clone(), books(platform)
+    sleeper.sleep(level=1)
+    sleeper.device.fail(call, nth=1, code=1)  # the wake itself takes nothing down
+    sleeper.wake_up()
+    assert sleeper.device.fault_hits(call) == 1
+    sleeper.device.clear_faults()
+    assert books(platform) != before
+    sleeper.sleep(level=1)
+    sleeper.wake_up()
+    assert books(platform) == before
+    assert torch.equal(weights, expected)
+
+
 def test_a_budget_below_the_plain_size_suffices(manager: Make, codec: str, ratio: float) -> None:
     budget = int((ratio + 0.08) * SIZE)
     options = BackupOptions(backing="anonymous", compress=codec, budget=budget)
