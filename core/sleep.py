@@ -611,7 +611,7 @@ class SleepManager:
         releasing = sum(s.size for s in segments if not is_asleep(s.state))
         kept = set(self._awake_tags()) - {managed.tag for managed in going}
         PROCESS.prepare(self.platform, releasing, ", ".join(sorted(kept)))
-        copies = sum(pool.host_bytes for pool in self._sleep_orders(actions, trim=False))
+        copies = self._transfer.needed(orders_of(self._sleep_orders(actions, trim=False)))
         stats = self._transfer.stats()
         fresh = 0 if self._backs_up_to_file else max(0, copies - (stats.held - stats.used))
         PROCESS.check_host(PROCESS.residual(releasing) + fresh, self._budget_left)

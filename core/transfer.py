@@ -67,15 +67,15 @@ class Transfer:
 
         Retained backups are given up where that makes them fit; nothing else is changed.
         """
-        if not self._missing(orders):
+        if not self.needed(orders):
             return
         try:
-            self.arena.check(self._missing(orders))
+            self.arena.check(self.needed(orders))
         except HostMemoryError:
             if not self.stats().used:
                 raise
             self.trim()
-            self.arena.check(self._missing(orders))
+            self.arena.check(self.needed(orders))
 
     def room(self, orders: Sequence[Order], asleep: int) -> tuple[int, str]:
         """Host bytes that backups can have, up to what the orders need, and why they do not
@@ -83,7 +83,7 @@ class Transfer:
         """
         needed = sum(kept_bytes(order) for order in orders)
         spare = self.stats().used - asleep
-        missing = min(self._missing(orders), max(0, needed - spare))
+        missing = min(self.needed(orders), max(0, needed - spare))
         try:
             if missing:
                 self.arena.check(missing)
@@ -92,7 +92,8 @@ class Transfer:
         stats = self.stats()
         return max(needed, stats.held - stats.used), ""
 
-    def _missing(self, orders: Sequence[Order]) -> int:
+    def needed(self, orders: Sequence[Order]) -> int:
+        """Bytes of backups that these orders make beyond what is retained for them."""
         if self._retained is None:
             return sum(kept_bytes(order) for order in orders)
         return sum(self._retained.new_bytes(order) for order in orders)
