@@ -121,7 +121,10 @@ def test_a_reader_that_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None
     first.kill()
     first.wait()
     assert "NVML" in checkpoint.memory()[0].reason
-    monkeypatch.setattr("hal.cuda.checkpoint.ANSWERS_WITHIN", 0.0)
+    second = reader._process
+    assert second is not None
+    os.kill(second.pid, signal.SIGSTOP)  # so that it gives no answer, however fast it is
+    monkeypatch.setattr("hal.cuda.checkpoint.ANSWERS_WITHIN", 0.1)
     assert "no answer" in checkpoint.memory()[0].reason
     assert reader._process is None
 
