@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,11 +106,6 @@ class Retained:
             if result.state is SegmentState.ASLEEP_BACKED and serial in self._taken:
                 self._known[serial] = self._taken[serial]
         self._taken = {}
-
-    def forget(self, serials: Iterable[int]) -> None:
-        """Their backups are gone, or hold something else."""
-        for serial in serials:
-            self._known.pop(serial, None)
 
     def clear(self) -> None:
         self._known.clear()

@@ -67,10 +67,11 @@ class Transfer:
 
         Retained backups are given up where that makes them fit; nothing else is changed.
         """
-        if not self.needed(orders):
+        needed = self.needed(orders)
+        if not needed:
             return
         try:
-            self.arena.check(self.needed(orders))
+            self.arena.check(needed)
         except HostMemoryError:
             if not self.stats().used:
                 raise

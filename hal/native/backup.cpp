@@ -4,8 +4,16 @@
 #include <algorithm>
 
 #include "arena.h"
+#include "crc32c.h"
 
 namespace hal {
+
+Status check_piece(uint64_t segment, const Piece& piece, const void* contents, const char* call) {
+  if (crc32c(contents, piece.stored) == piece.checksum) return {};
+  return Status::error(HAL_CORRUPT_BACKUP, call, 0,
+                       "the checksum of the piece at offset " + std::to_string(piece.offset) + " differs", piece.size,
+                       segment);
+}
 
 Backup::Backup(Arena* arena, std::vector<Range> ranges) : arena_(arena), ranges_(std::move(ranges)) {
   for (const Range& range : ranges_) {
@@ -49,10 +57,6 @@ uint64_t Backup::stored_bytes() const {
   uint64_t sum = 0;
   for (const Piece& piece : pieces_) sum += piece.stored;
   return sum;
-}
-
-bool Backup::complete() const {
-  return std::all_of(pieces_.begin(), pieces_.end(), [](const Piece& piece) { return piece.stored > 0; });
 }
 
 void Backup::mark_clean(const std::vector<Range>& ranges) {

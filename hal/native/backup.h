@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "status.h"
+
 namespace hal {
 
 class Arena;
@@ -22,6 +24,9 @@ struct Piece {
   uint32_t checksum = 0;  // CRC-32C of the contents, where the arena verifies
   bool clean = false;     // in a sleep: what is in the arena is right already
 };
+
+// Whether `contents` are what was written for a piece of the segment at `segment`; `call` is who asks.
+Status check_piece(uint64_t segment, const Piece& piece, const void* contents, const char* call);
 
 // Gives its room back to the arena when it goes.
 class Backup {
@@ -44,7 +49,6 @@ class Backup {
   uint64_t bytes() const;         // of the segment
   uint64_t stored_bytes() const;  // of the arena
   void drop();
-  bool complete() const;  // every piece is in the arena
   // Marks the pieces that lie in `ranges` (sorted, apart) as clean, and no others.
   void mark_clean(const std::vector<Range>& ranges);
   uint64_t clean_bytes() const;

@@ -9,7 +9,6 @@
 #include <string>
 
 #include "arena.h"
-#include "crc32c.h"
 
 namespace hal {
 namespace {
@@ -27,13 +26,6 @@ Status not_backed(const Segment& segment) {
   return Status::error(HAL_BAD_STATE, "backup read", 0, "there is no backup of all these bytes", 0, segment.address);
 }
 
-Status check(const Segment& segment, const Piece& piece, const void* contents) {
-  if (crc32c(contents, piece.size) == piece.checksum) return {};
-  return Status::error(HAL_CORRUPT_BACKUP, "backup read", 0,
-                       "the checksum of the piece at offset " + std::to_string(piece.offset) + " differs", piece.size,
-                       segment.address);
-}
-
 // The whole piece, as it was written: a checksum is of all of it, and so are direct reads.
 Status contents_of(const Segment& segment, const Piece& piece, Bytes* buffer, const void** contents) {
   Arena& arena = *segment.backup.arena();
@@ -44,7 +36,7 @@ Status contents_of(const Segment& segment, const Piece& piece, Bytes* buffer, co
     file->forget(piece.size, piece.position);
     *contents = buffer->get();
   }
-  return arena.verifies() ? check(segment, piece, *contents) : Status();
+  return arena.verifies() ? check_piece(segment.address, piece, *contents, "backup read") : Status();
 }
 
 }  // namespace

@@ -20,11 +20,6 @@ uint64_t round_up(uint64_t bytes, uint64_t step) {
   return (bytes + step - 1) / step * step;
 }
 
-struct Moving {
-  hal_address segment;
-  Piece* piece;
-};
-
 // Encoded pieces that lie side by side in the arena, and so in a window.
 struct Run {
   hal_address to;
@@ -63,12 +58,7 @@ class EncodedMover : public Mover {
   }
 
   Status start(Batch batch, size_t lane) override {
-    std::vector<Moving> pieces;
-    for (const Job& job : batch) {
-      for (Piece& piece : *job.pieces) {
-        if (direction_ == Direction::ToDevice || !piece.clean) pieces.push_back({job.segment, &piece});
-      }
-    }
+    const std::vector<Moving> pieces = moving(batch, direction_);
     if (!pieces.empty() && windows_.empty()) HAL_TRY(open_windows());
     for (size_t first = 0; first < pieces.size(); first += most_) {
       const auto begin = pieces.begin() + static_cast<long>(first);
@@ -95,6 +85,7 @@ class EncodedMover : public Mover {
   Status store(Moving moving, hal_address from, Window& window, uint32_t stream);
   Status take_room(Piece& piece);
   Status load(Window& window, uint32_t stream);
+  Status extend(Run* run, uint64_t position, uint64_t size, hal_address to, uint32_t stream);
   Status flush(const Run& run, uint32_t stream);
   Status check_stored(const Moving& moving) const;
   Status fetch(const Moving& moving, hal_address to, Window& window, uint32_t stream);
@@ -194,7 +185,9 @@ Status EncodedMover::store(Moving moving, hal_address from, Window& window, uint
 Status EncodedMover::load(Window& window, uint32_t stream) {
   window.chunks.clear();
   window.encoded.clear();
-  Run run{window.memory.address(), 0, 0};
+  const bool in_file = arena_.file() != nullptr;
+  hal_address at = window.memory.address();
+  Run run{at, 0, 0};
   for (const Moving& moving : window.pieces) {
     const Piece& piece = *moving.piece;
     const hal_address plain = moving.segment + piece.offset;
@@ -204,14 +197,10 @@ Status EncodedMover::load(Window& window, uint32_t stream) {
       continue;
     }
     const uint64_t room = round_up(piece.stored, backup_alignment());
-    if (arena_.file() != nullptr || piece.position != run.position + run.size) {
-      HAL_TRY(flush(run, stream));
-      run = {run.to + run.size, piece.position, 0};
-    }
-    window.chunks.push_back({plain, run.to + run.size, piece.size, piece.stored});
+    window.chunks.push_back({plain, at, piece.size, piece.stored});
     window.encoded.push_back(moving);
-    if (arena_.file() != nullptr) HAL_TRY(fetch(moving, run.to, window, stream));
-    run.size += room;
+    HAL_TRY(in_file ? fetch(moving, at, window, stream) : extend(&run, piece.position, room, at, stream));
+    at += room;
   }
   HAL_TRY(flush(run, stream));
   if (window.chunks.empty()) return {};
@@ -220,17 +209,24 @@ Status EncodedMover::load(Window& window, uint32_t stream) {
 }
 
 // Pieces that lie side by side in memory cross the link in one copy: many small ones take longer.
+Status EncodedMover::extend(Run* run, uint64_t position, uint64_t size, hal_address to, uint32_t stream) {
+  if (position != run->position + run->size) {
+    HAL_TRY(flush(*run, stream));
+    *run = {to, position, 0};
+  }
+  run->size += size;
+  return {};
+}
+
 Status EncodedMover::flush(const Run& run, uint32_t stream) {
-  if (run.size == 0 || arena_.file() != nullptr) return {};
+  if (run.size == 0) return {};
   return primitives_.copy_to_device(run.to, Arena::host(run.position), run.size, stream);
 }
 
 // Of a file's pieces the checksum is looked at when they have been read.
 Status EncodedMover::check_stored(const Moving& moving) const {
   if (arena_.file() != nullptr || !arena_.verifies()) return {};
-  const Piece& piece = *moving.piece;
-  return crc32c(Arena::host(piece.position), piece.stored) == piece.checksum ? Status()
-                                                                             : corrupt(moving.segment, piece);
+  return check_piece(moving.segment, *moving.piece, Arena::host(moving.piece->position), "restore");
 }
 
 Status EncodedMover::fetch(const Moving& moving, hal_address to, Window& window, uint32_t stream) {
@@ -242,7 +238,7 @@ Status EncodedMover::fetch(const Moving& moving, hal_address to, Window& window,
   const uint64_t size = round_up(piece.stored, backup_alignment());
   HAL_TRY(arena_.file()->read(host, size, piece.position));
   arena_.file()->forget(size, piece.position);
-  if (crc32c(host, piece.stored) != piece.checksum) return corrupt(moving.segment, piece);
+  HAL_TRY(check_piece(moving.segment, piece, host, "restore"));
   HAL_TRY(primitives_.copy_to_device(to, host, piece.stored, stream));
   return primitives_.synchronize(stream);
 }

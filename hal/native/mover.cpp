@@ -12,21 +12,6 @@
 namespace hal {
 namespace {
 
-Status check(hal_address segment, const Piece& piece, const void* contents) {
-  return crc32c(contents, piece.size) == piece.checksum ? Status() : corrupt(segment, piece);
-}
-
-// The pieces of a batch that have to move; on the way to the device all of them.
-std::vector<std::pair<hal_address, Piece*>> moving(const Batch& batch, Direction direction) {
-  std::vector<std::pair<hal_address, Piece*>> flat;
-  for (const Job& job : batch) {
-    for (Piece& piece : *job.pieces) {
-      if (direction == Direction::ToDevice || !piece.clean) flat.emplace_back(job.segment, &piece);
-    }
-  }
-  return flat;
-}
-
 // Calls body(segment, piece) for every moving piece of a batch on several threads and returns the first failure.
 template <typename Body>
 Status for_each_piece(const Batch& batch, Direction direction, Body body) {
@@ -34,7 +19,7 @@ Status for_each_piece(const Batch& batch, Direction direction, Body body) {
   std::mutex mutex;
   Status first;
   parallel_for(flat.size(), processors(8), [&](size_t i) {
-    Status status = body(flat[i].first, *flat[i].second);
+    Status status = body(flat[i].segment, *flat[i].piece);
     if (status.ok()) return;
     std::lock_guard<std::mutex> lock(mutex);
     if (first.ok()) first = std::move(status);
@@ -50,7 +35,7 @@ class MemoryMover : public Mover {
     batches_[lane] = std::move(batch);
     if (direction_ == Direction::ToDevice && arena_.verifies()) {
       HAL_TRY(for_each_piece(batches_[lane], direction_, [](hal_address segment, const Piece& piece) {
-        return check(segment, piece, Arena::host(piece.position));
+        return check_piece(segment, piece, Arena::host(piece.position), "restore");
       }));
     }
     for (const auto& [segment, piece] : moving(batches_[lane], direction_)) {
@@ -130,7 +115,7 @@ class FileMover : public Mover {
   Status load(hal_address segment, const Piece& piece, void* buffer, bool direct, uint32_t stream) {
     HAL_TRY(file_.read(buffer, piece.size, piece.position));
     file_.forget(piece.size, piece.position);
-    HAL_TRY(check(segment, piece, buffer));
+    HAL_TRY(check_piece(segment, piece, buffer, "restore"));
     if (direct) return {};
     HAL_TRY(primitives_.copy_to_device(segment + piece.offset, buffer, piece.size, stream));
     return primitives_.synchronize(stream);
@@ -142,10 +127,14 @@ class FileMover : public Mover {
 
 }  // namespace
 
-Status corrupt(hal_address segment, const Piece& piece) {
-  return Status::error(HAL_CORRUPT_BACKUP, "restore", 0,
-                       "the checksum of the piece at offset " + std::to_string(piece.offset) + " differs", piece.size,
-                       segment);
+std::vector<Moving> moving(const Batch& batch, Direction direction) {
+  std::vector<Moving> pieces;
+  for (const Job& job : batch) {
+    for (Piece& piece : *job.pieces) {
+      if (direction == Direction::ToDevice || !piece.clean) pieces.push_back({job.segment, &piece});
+    }
+  }
+  return pieces;
 }
 
 std::unique_ptr<Mover> Mover::make(Primitives& primitives, Arena& arena, Direction direction,

@@ -46,7 +46,11 @@ class Mover {
   const Direction direction_;
 };
 
-// The failure of a piece whose checksum differs.
-Status corrupt(hal_address segment, const Piece& piece);
+struct Moving {
+  hal_address segment;
+  Piece* piece;
+};
+// The pieces of a batch that have to move: on the way to the device all of them.
+std::vector<Moving> moving(const Batch& batch, Direction direction);
 
 }  // namespace hal
