@@ -44,7 +44,7 @@ vllm: $(STAMPS)/tools $(STAMPS)/package  ## the vLLM plugin with real engines on
 	bash ci/vllm.sh $(abspath $(BIN)/python) $(ARGS)
 
 matrix: $(STAMPS)/package  ## the matrix and a soak on the host and over emulated devices
-	@export PYTHON=$(abspath $(BIN)/python) OMP_NUM_THREADS=1; bash ci/cpu.sh matrix soak & host=$$!; \
+	@export PYTHON=$(abspath $(BIN)/python) OMP_NUM_THREADS=1; bash ci/cpu.sh matrix backups soak & host=$$!; \
 	  bash ci/emulated.sh; emulated=$$?; wait $$host && exit $$emulated
 
 lint: $(STAMPS)/tools  ## style of Python and C++

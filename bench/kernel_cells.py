@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-FLUSH = 1 << 30
-"""Bytes written between calls: the cache's contents go, and the host gets ahead of the device."""
+FLUSH = 4 << 30
+"""Bytes written between calls: the cache's contents go, and the device is busy for a
+millisecond, in which the host gets ahead, so that a call's kernels follow one another."""
 
 
 @dataclass(frozen=True)

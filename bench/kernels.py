@@ -12,12 +12,14 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import kernels_mla
 import kernels_sampler
 from figures import environment
-from kernel_cells import Clock, table_of
+from kernel_cells import Cell, Clock, table_of
 from rich.console import Console
 
 import hal
@@ -27,7 +29,7 @@ from hal.core.workspace import WorkspaceManager
 from hal.pools import torch_device
 
 SCHEMA_VERSION = 2
-KERNELS = {"sampler": kernels_sampler, "mla": kernels_mla}
+KERNELS = {"mla": kernels_mla, "sampler": kernels_sampler}
 
 
 def parse() -> argparse.Namespace:
@@ -49,6 +51,23 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def report_of(platform: hal.Platform, clock: Clock, cells: Sequence[Cell]) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "bench": "kernels",
+        "environment": environment(platform),
+        "copy_bytes_per_second": clock.copy_rate,
+        "cells": [cell.as_dict() for cell in cells],
+    }
+
+
+def write(path: Path, report: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(report, indent=2) + "\n")
+    partial.replace(path)
+
+
 def main() -> int:
     options = parse()
     platform = hal.detect(options.platform, require_accelerator=True)
@@ -61,25 +80,20 @@ def main() -> int:
     reserve_mla_decode(workspace, heads=max(options.heads), **sizes)
     workspace.lock()
     clock = Clock(device, options.rounds)
-    begun, cells = time.monotonic(), []
+    begun = time.monotonic()
+    cells: list[Cell] = []
     for name in options.kernels:
         found = KERNELS[name]
-        cells += list((found.sweep if options.sweep else found.measure)(clock, options, device))
+        for cell in (found.sweep if options.sweep else found.measure)(clock, options, device):
+            cells.append(cell)
+            if options.json:  # after each, so that a run that is cut short leaves what it has
+                write(options.json, report_of(platform, clock, cells))
     title = (
         f"kernels on {platform.capabilities.device_name}, copy {clock.copy_rate / 1e12:.2f} TB/s, "
         f"{time.monotonic() - begun:.0f} s"
     )
     console = Console(width=None if sys.stdout.isatty() else 220)
     console.print(table_of(cells, f"{title}; * reported, not measured"))
-    if options.json:
-        report = {
-            "schema_version": SCHEMA_VERSION,
-            "bench": "kernels",
-            "environment": environment(platform),
-            "copy_bytes_per_second": clock.copy_rate,
-            "cells": [cell.as_dict() for cell in cells],
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 1 if any(cell.exact is False for cell in cells) else 0
 
 

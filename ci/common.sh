@@ -102,6 +102,10 @@ bench() { "$python" "$root/bench/$1.py" --platform "$platform" --json "$results/
 matrix_of() {
   section "matrix-${TIER:-ci}" hal verify --platform "$1" --matrix "${TIER:-ci}" --report "$results/matrix" "${@:2}"
 }
+# backups_of PLATFORM [OPTION...]: every pair of the ways in which backups are kept.
+backups_of() {
+  section backups hal verify --platform "$1" --matrix backups --no-bench --report "$results/backups" "${@:2}"
+}
 soak_of() {
   section soak hal soak --platform "$1" --minutes "${SOAK_MINUTES:-0.5}" --seed "${SOAK_SEED:-1}" \
     --json "$results/soak.json"
@@ -112,11 +116,11 @@ tests() { "$python" -P -m pytest -q -p no:cacheprovider "$@"; }
 register_emulated() {
   local site=$root/build/emulated-site
   local info=$site/hal_emulated-1.dist-info
-  mkdir -p "$info"
+  mkdir -p "$info" "$root/build/emulated-processes"
   printf 'Metadata-Version: 2.1\nName: hal-emulated\nVersion: 1\n' >"$info/METADATA"
   printf '[hal.platforms]\n%s\n' \
     'cuda-emulated = emulator.registered:RegisteredCuda
 rocm-emulated = emulator.registered:RegisteredRocm
 xpu-emulated = emulator.registered:RegisteredXpu' >"$info/entry_points.txt"
-  export PYTHONPATH=$root/tests:$site${PYTHONPATH:+:$PYTHONPATH}
+  export PYTHONPATH=$root/tests:$site${PYTHONPATH:+:$PYTHONPATH} EMUCUDA_PROCESSES=$root/build/emulated-processes
 }

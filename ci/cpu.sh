@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What has to hold on the host as the device, beside the tests of `make test`: bit-exact wakes in every nesting order,
 # cycles without creep, and the measurements.
-# Usage: ci/cpu.sh [verify] [matrix] [soak] [cycles] [bench]; without an argument all of them.
+# Usage: ci/cpu.sh [verify] [matrix] [backups] [soak] [cycles] [bench]; without an argument all of them.
 #
 #   OUT            where JSON and the log go (default: build/cpu)
 #   TIER           of the matrix: quick, ci or full (default: ci)
@@ -11,7 +11,7 @@
 # Exit status: 0 when everything passed, 1 when a section failed, 2 for bad usage.
 set -euo pipefail
 platform=cpu
-sections="verify matrix soak cycles bench"
+sections="verify matrix backups soak cycles bench"
 # shellcheck source=ci/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -30,6 +30,7 @@ section_bench() {
 }
 
 section_matrix() { matrix_of cpu; }
+section_backups() { backups_of cpu; }
 
 section_soak() { soak_of cpu; }
 

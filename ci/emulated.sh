@@ -16,7 +16,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 require_platform() { register_emulated; }
 
-section_cuda() { section_of cuda-emulated; }
+section_cuda() {
+  section_of cuda-emulated
+  backups_of cuda-emulated
+}
 section_rocm() { section_of rocm-emulated; }
 section_xpu() { section_of xpu-emulated; }
 

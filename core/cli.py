@@ -83,6 +83,7 @@ class Tier(enum.StrEnum):
     QUICK = "quick"
     CI = "ci"
     FULL = "full"
+    BACKUPS = "backups"
 
 
 class Execution(enum.StrEnum):

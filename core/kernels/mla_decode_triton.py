@@ -26,8 +26,8 @@ from hal.core.workspace.checked import plain
 PARTS = tl.constexpr(2)
 """A share cuts at most the request that it begins in and the one that it ends in."""
 LOG2_E = 1.4426950408889634
-MERGED_HEADS = 8
-"""Heads that one program of the merge works on."""
+MERGED_PARTS = 16
+"""Parts that a program of the merge reads at once."""
 
 
 # -- shares: `total` tiles in a line, cut into `shares`
@@ -40,6 +40,12 @@ def _tile_counts(seq_lens, batch, TILE: tl.constexpr, ROWS: tl.constexpr):
     lengths = tl.load(seq_lens + rows, mask=rows < batch, other=0)
     tiles = (tl.maximum(lengths, 0) + TILE - 1) // TILE
     return rows, tiles, tl.cumsum(tiles, 0)
+
+
+@triton.jit
+def _share_count(total, programs):
+    """How many shares there are: none is empty, unless all are."""
+    return tl.maximum(tl.minimum(total, programs), 1)
 
 
 @triton.jit
@@ -169,11 +175,12 @@ def mla_decode_kernel(
 ):
     """A share of the tiles, for one group of heads; `scale` includes log2(e)."""
     group, share = tl.program_id(0), tl.program_id(1)
-    groups, shares = tl.num_programs(0), tl.num_programs(1)
+    groups = tl.num_programs(0)
     rows, tiles, ends = _tile_counts(seq_lens, batch, TILE, ROWS)
     total = tl.sum(tiles, 0)
+    shares = _share_count(total, tl.num_programs(1))
     begin = _share_begin(total, share, shares)
-    end = _share_begin(total, share + 1, shares)
+    end = tl.where(share < shares, _share_begin(total, share + 1, shares), begin)
     head = group * HEADS + tl.arange(0, HEADS)
     latent = tl.arange(0, LATENT)[None, :]
     at = begin
@@ -231,51 +238,56 @@ def mla_merge_kernel(
     batch,
     heads,
     padded_heads,
-    shares,
-    HEADS: tl.constexpr,
+    programs,
+    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     LATENT: tl.constexpr,
     ROWS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """One request and a few heads; a request without a token is 0, and -inf its log-sum-exp."""
-    row = tl.program_id(0)
+    """One request and one head; a request without a token is 0, and -inf its log-sum-exp.
+
+    A long request alone lies in as many parts as there are programs: a block is read at once.
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
     rows, tiles, ends = _tile_counts(seq_lens, batch, TILE, ROWS)
     total = tl.sum(tiles, 0)
     row_end = _of_row(ends, rows, row)
     row_begin = row_end - _of_row(tiles, rows, row)
     is_empty = row_begin == row_end
+    shares = _share_count(total, programs)
     safe_total = tl.maximum(total, 1)
     first = _share_of(row_begin, safe_total, shares)
     last = _share_of(row_end - 1, safe_total, shares)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    latent = tl.arange(0, LATENT)[None, :]
+    latent = tl.arange(0, LATENT)
     # One share holds the whole: it has written it.
     if is_empty | (first != last):
-        largest = tl.full([HEADS], -float("inf"), tl.float32)
-        weight = tl.zeros([HEADS], tl.float32)
-        output = tl.zeros([HEADS, LATENT], tl.float32)
-        for share in range(first, tl.where(is_empty, first, last + 1)):
-            begin = _share_begin(total, share, shares)
-            if begin < _share_begin(total, share + 1, shares):  # fewer tiles than shares
-                part = share * PARTS + (row_begin > begin).to(tl.int32)
-                place = (part * padded_heads + head).to(tl.int64)
-                logs = tl.load(part_lse + place)
-                values = tl.load(parts + place[:, None] * LATENT + latent)
-                higher = tl.maximum(largest, logs)
-                shrink = tl.exp2(largest - higher)
-                grown = tl.exp2(logs - higher)
-                weight = weight * shrink + grown
-                output = output * shrink[:, None] + values * grown[:, None]
-                largest = higher
+        largest = tl.full([1], -float("inf"), tl.float32)
+        weight = tl.zeros([1], tl.float32)
+        output = tl.zeros([LATENT], tl.float32)
+        for block in range(first, tl.where(is_empty, first, last + 1), BLOCK):
+            share = block + tl.arange(0, BLOCK)
+            is_there = share <= last
+            cut_before = row_begin > _share_begin(total, share, shares)
+            part = share * PARTS + cut_before.to(tl.int32)
+            place = part.to(tl.int64) * padded_heads + head
+            logs = tl.load(part_lse + place, mask=is_there, other=-float("inf"))
+            at = parts + place[:, None] * LATENT + latent[None, :]
+            values = tl.load(at, mask=is_there[:, None], other=0.0)
+            higher = tl.maximum(largest, tl.max(logs, 0))
+            shrink = tl.exp2(largest - higher)
+            grown = tl.exp2(logs - higher)
+            weight = weight * shrink + tl.sum(grown, 0)
+            output = output * shrink + tl.sum(values * grown[:, None], 0)
+            largest = higher
         weight = tl.where(is_empty, 1.0, weight)
-        output = output / weight[:, None]
+        output = output / weight
         logs = largest + tl.log2(weight)
         number = row.to(tl.int64)
-        to = out + number * out_row_step + head[:, None] * out_head_step + latent
-        tl.store(to, output.to(out.dtype.element_ty), mask=head[:, None] < heads)
+        to = out + number * out_row_step + head * out_head_step + latent
+        tl.store(to, output.to(out.dtype.element_ty))
         if LSE:
-            tl.store(lse + number * heads + head, logs * lse_unit, mask=head < heads)
+            tl.store(lse + number * heads + head + tl.arange(0, 1), logs * lse_unit)
 
 
 # -- launch
@@ -375,7 +387,7 @@ def launch(
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
-        mla_merge_kernel[(batch, -(-heads // MERGED_HEADS))](
+        mla_merge_kernel[(batch, heads)](
             seq_lens,
             out,
             out.stride(0),
@@ -388,7 +400,7 @@ def launch(
             heads,
             groups * shape.heads,
             shares,
-            HEADS=MERGED_HEADS,
+            BLOCK=MERGED_PARTS,
             TILE=shape.tile,
             LATENT=latent,
             ROWS=rows,

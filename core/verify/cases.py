@@ -52,7 +52,8 @@ class Sleep:
     """Sleep by a level, or by `policy`, (tag, policy) pairs; a tag that has no pool is left out.
 
     `ignored`: everything sleeps already, so nothing may change; `warns`: and the caller is told.
-    `kept`: tags whose every live block is compared over the sleep, whoever made it.
+    `kept`: tags whose every live block is compared over the sleep, whoever made it; `park`: the
+    process leaves the device too.
     """
 
     level: int = 1
@@ -60,10 +61,11 @@ class Sleep:
     warns: bool = False
     policy: tuple[tuple[str, Policy], ...] | None = None
     kept: tuple[str, ...] = ()
+    park: bool = False
 
     def __str__(self) -> str:
         if self.policy is None:
-            return f"sleep(level={self.level})"
+            return f"sleep(level={self.level}{', park=True' if self.park else ''})"
         return f"sleep({', '.join(f'{tag}: {policy.value}' for tag, policy in self.policy)})"
 
 

@@ -209,14 +209,16 @@ class ReferenceEngine:
         """What must outlive a discard, since no load brings it back."""
         return self._models.in_no_checkpoint()
 
-    def sleep(self, level: int = 1, *, policy: Mapping[str, Policy] | None = None) -> SleepReport:
+    def sleep(
+        self, level: int = 1, *, policy: Mapping[str, Policy] | None = None, park: bool = False
+    ) -> SleepReport:
         """Put memory to sleep, and remember whether the cache keeps its contents."""
         keeps = policy is not None and policy.get(KV_CACHE) is not Policy.DISCARD
         if KV_CACHE not in self.sleeper.sleeping_tags:
             self._keeps_cache = keeps
         if policy is None:
-            return self.sleeper.sleep(level)
-        return self.sleeper.sleep(level, policy=policy)
+            return self.sleeper.sleep(level, park=park)
+        return self.sleeper.sleep(level, policy=policy, park=park)
 
     def drain(self) -> None:
         """Let the connector save what it can; every sleep begins with it."""

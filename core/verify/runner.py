@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from hal.core.report import SleepReport
-from hal.core.sleep import SleepManager
+from hal.core.sleep import SleepManager, State
 from hal.core.tags import SCRATCH, Policy
 from hal.core.verify import checks
 from hal.core.verify.cases import (
@@ -312,6 +312,9 @@ class _CaseRun:
             self._expect_warning(step, told)
         else:
             self._expect(report.total_bytes > 0, "the sleep released nothing")
+            if step.park:
+                is_parked = self.sleeper.state is State.PARKED
+                self._expect(is_parked, "the process is not parked")
             for tag in report.tags:
                 self.slept[tag.tag] = max(tag.bytes, self.slept.get(tag.tag, 0))
         if step.policy is None:
@@ -321,7 +324,7 @@ class _CaseRun:
 
     def _go_to_sleep(self, step: Sleep) -> SleepReport:
         if step.policy is None:
-            return self.engine.sleep(step.level)
+            return self.engine.sleep(step.level, park=step.park)
         known = {tag: policy for tag, policy in step.policy if tag in self.sleeper.tags}
         return self.engine.sleep(policy=known)
 

@@ -12,6 +12,8 @@ from emulator.platforms import EmulatedCudaPlatform, EmulatedRocmPlatform, Emula
 
 CAPACITY = 192 << 20
 """Small: cells that fill the device have to fill it."""
+PARKING_CAPACITY = 384 << 20
+"""Where processes are parked: what the way back has to find free fits in beside the pools."""
 
 
 def _why_no_compiler() -> str | None:
@@ -26,7 +28,7 @@ class RegisteredCuda(EmulatedCudaPlatform):
     name: ClassVar[str] = "cuda-emulated"
 
     def __init__(self) -> None:
-        super().__init__(capacity=CAPACITY)
+        super().__init__(capacity=PARKING_CAPACITY)
 
     @classmethod
     def why_not(cls) -> str | None:

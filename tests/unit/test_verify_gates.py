@@ -290,7 +290,7 @@ def test_backups_that_stay_after_the_wake_are_caught(setup: Setup) -> None:
 
 def test_a_sleep_that_keeps_a_tag_mapped_is_caught(setup: Setup) -> None:
     class Keeping(SleepManager):
-        def sleep(self, level: int = 1, *, policy: Any = None) -> SleepReport:
+        def sleep(self, level: int = 1, *, policy: Any = None, park: bool = False) -> SleepReport:
             return super().sleep(policy={"weights": Policy.OFFLOAD})
 
     level_1 = run(setup, subject_of(manager=Keeping), "level-1")["level-1"]
@@ -299,7 +299,7 @@ def test_a_sleep_that_keeps_a_tag_mapped_is_caught(setup: Setup) -> None:
 
 def test_a_sleep_that_does_nothing_is_caught(setup: Setup) -> None:
     class Sleepless(SleepManager):
-        def sleep(self, level: int = 1, *, policy: Any = None) -> SleepReport:
+        def sleep(self, level: int = 1, *, policy: Any = None, park: bool = False) -> SleepReport:
             return SleepReport((), 0.0, 0.0, 0.0, 0.0, 0, 0, level)
 
     level_1 = run(setup, subject_of(manager=Sleepless), "level-1")["level-1"]
@@ -369,7 +369,7 @@ def test_a_selective_wake_that_wakes_everything_is_caught(setup: Setup) -> None:
 
 def test_an_ignored_level_without_a_warning_is_caught(setup: Setup) -> None:
     class Mute(SleepManager):
-        def sleep(self, level: int = 1, *, policy: Any = None) -> SleepReport:
+        def sleep(self, level: int = 1, *, policy: Any = None, park: bool = False) -> SleepReport:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return super().sleep(level, policy=policy)
@@ -409,7 +409,7 @@ def test_an_engine_that_cannot_be_closed_is_caught(setup: Setup) -> None:
 
 def test_a_second_sleep_that_does_something_is_caught(setup: Setup) -> None:
     class Restless(SleepManager):
-        def sleep(self, level: int = 1, *, policy: Any = None) -> SleepReport:
+        def sleep(self, level: int = 1, *, policy: Any = None, park: bool = False) -> SleepReport:
             report = super().sleep(level, policy=policy)
             self.last = report if report.tags else self.last
             return self.last

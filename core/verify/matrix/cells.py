@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,22 +102,14 @@ def setup_of(site: Site, cell: Cell) -> Setup:
 def _backup(site: Site, cell: Cell) -> Mapping[str, Any]:
     """The options of backups. A defect may show with one kind of backing alone."""
     defect = site.defect
-    wanted = defect.backing if defect and defect.backing else cell["backing"]
-    options: dict[str, Any] = dict(_BACKINGS[wanted]())
-    if wanted == "compressed":
-        options["compress"] = codec_of(_platform(site, cell), site.device)
-    if cell["fault"] == "host-budget":
-        options["budget"] = BUDGET
-    return options
-
-
-_BACKINGS: dict[str, Callable[[], Mapping[str, Any]]] = {
-    "anonymous": lambda: {"backing": "anonymous"},
-    "pinned": lambda: {"backing": "pinned"},
-    "file": lambda: {"backing": f"file:{default_directory()}"},
-    "compressed": lambda: {"backing": "anonymous"},
-    "retained": lambda: {"backing": "anonymous", "retain": True},
-}
+    backing = defect.backing if defect and defect.backing else cell["backing"]
+    compresses = cell["compress"] == "yes"
+    return {
+        "backing": f"file:{default_directory()}" if backing == "file" else backing,
+        "retain": cell["retain"] == "yes",
+        "compress": codec_of(_platform(site, cell), site.device) if compresses else None,
+        "budget": BUDGET if cell["fault"] == "host-budget" else None,
+    }
 
 
 def _platform(site: Site, cell: Cell) -> Platform:

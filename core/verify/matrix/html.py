@@ -16,7 +16,18 @@ from typing import Any
 from hal.core.verify.matrix.charts import memory_chart, rate_chart
 
 _PAGE = Path(__file__).with_name("page.html")
-_AXIS_ORDER = ("sleep", "wake", "lifecycle", "backing", "nesting", "cycles", "fault")
+_AXIS_ORDER = (
+    "sleep",
+    "wake",
+    "lifecycle",
+    "backing",
+    "compress",
+    "retain",
+    "park",
+    "nesting",
+    "cycles",
+    "fault",
+)
 """Axes that make the columns of the heat map, one after the other; the rows are engines."""
 _WORST = ("failed", "passed", "unsupported")
 _SHOWN_TIMELINES = 12

@@ -104,7 +104,7 @@ class _Life:
     @property
     def _sleep(self) -> Sleep:
         """The sleep, with the tags whose contents have to outlive it block by block."""
-        sleep = _SLEEPS[self.cell["sleep"]]
+        sleep = replace(_SLEEPS[self.cell["sleep"]], park=self.cell["park"] == "yes")
         if sleep.policy is None:
             every = (WEIGHTS, RUNTIME, CUDAGRAPH, CONNECTOR)
             return replace(sleep, kept=every[1:] if self._reloads else every)

@@ -75,6 +75,12 @@ def _retained(asked: _Asked) -> str:
     return _why_no_backups(asked.platform, asked.device, retain=True)
 
 
+def _parked(asked: _Asked) -> str:
+    if not (flag := asked.platform.capabilities_of(asked.device).park):
+        return flag.reason
+    return asked.platform.process_checkpoint().why_not_now() or ""
+
+
 def _why_no_backups(platform: Platform, device: int, **options: Any) -> str:
     """Why backups cannot be kept with these options, which is tried; "" when they can."""
     try:
@@ -115,8 +121,9 @@ _RULES: dict[tuple[str, str], Callable[[_Asked], str]] = {
     ("execution", "graphs"): _graphs,
     ("backing", "pinned"): _pinned,
     ("fault", "host_register@sleep"): _pinned,
-    ("backing", "compressed"): _compressed,
-    ("backing", "retained"): _retained,
+    ("compress", "yes"): _compressed,
+    ("retain", "yes"): _retained,
+    ("park", "yes"): _parked,
     ("kv", "fp8"): _float8,
     ("nesting", "lifo"): _lifo,
     ("nesting", "fifo"): _fifo,

@@ -33,7 +33,8 @@ class Cell:
 class Tier:
     """How much of the matrix one run covers: the named cells, and all combinations of `strength`
     axes (0: no more than the named cells). `requests` are served a round; `without` are values,
-    by axis, that would take too long for it.
+    by axis, that would take too long for it. With `varied`, it is combinations of these axes alone,
+    without the named cells.
     """
 
     name: str
@@ -41,6 +42,9 @@ class Tier:
     requests: int
     minutes: float
     without: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    varied: tuple[str, ...] = ()
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    """Values of the axes that do not vary, where they are not the first."""
     also: tuple[str, ...] = ()
     """Cells by name that it has nevertheless."""
 
@@ -150,7 +154,8 @@ class Matrix:
         The named cells come first, then one for each value that none of them has, then a cover of
         what the platform supports.
         """
-        found = {cell.name: cell for cell in (*self.named, *self._single())}
+        first = () if tier.varied else (*self.named, *self._single())
+        found = {cell.name: cell for cell in first}
         if tier.strength:
             axes = self._supported(unsupported, tier)
             known = [cell.values for cell in found.values() if self._is_in(axes, cell.values)]
@@ -173,11 +178,14 @@ class Matrix:
         self, unsupported: Mapping[tuple[str, str], str], tier: Tier
     ) -> dict[str, tuple[str, ...]]:
         """The axes with the values that the platform and the tier have."""
+        fixed = self.defaults | dict(tier.fixed) if tier.varied else {}
         return {
             axis: tuple(
                 value
                 for value in values
-                if (axis, value) not in unsupported and tier.has({axis: value})
+                if (axis, value) not in unsupported
+                and tier.has({axis: value})
+                and (axis in tier.varied or value == fixed.get(axis, value))
             )
             for axis, values in self.axes.items()
         }
@@ -189,8 +197,16 @@ class Matrix:
 
 def _tier(name: str, entry: Mapping[str, Any]) -> Tier:
     without = {axis: tuple(map(str, values)) for axis, values in entry.get("without", {}).items()}
-    also = tuple(entry.get("also", ()))
-    return Tier(name, entry["strength"], entry["requests"], entry["minutes"], without, also)
+    return Tier(
+        name,
+        entry["strength"],
+        entry["requests"],
+        entry["minutes"],
+        without,
+        varied=tuple(entry.get("varied", ())),
+        fixed={axis: str(value) for axis, value in entry.get("fixed", {}).items()},
+        also=tuple(entry.get("also", ())),
+    )
 
 
 def _exclusion(entry: Mapping[str, Any]) -> Exclusion:
