@@ -4,7 +4,8 @@ Every subject and part is a process of its own, one after the other: weights (cy
 mixed sizes), touch (first allocations), small (many small tensors) and kv_cache (memory that wakes
 without contents). Between sleep and wake this process, which has no device context, reads what is
 in use: device memory from the management library, host memory from the kernel and the control
-group, both less what was in use before. The link is measured first and last.
+group, both less what was in use before. Each multiplies once at its start, as an engine would. The
+link is measured first and last.
 
 Peers come from a folder outside the tree (--peers): `torch_memory_saver` as its wheel unpacks, with
 its libraries beside it, and `vllm/` with `cumem_allocator.abi3.so` and `device_allocator/`. A
@@ -347,6 +348,8 @@ def measure(options: argparse.Namespace) -> Results:
         kv_piece=scale.kv_piece,
     )
     results = {"link": run(base, watch)}
+    if watch.on_device:  # whoever takes the machine's memory first waits for it
+        run(replace(base, subject="ours", part="weights", cycles=1), watch)
     for spec in plans(options, base):
         results[key_of(spec)] = run(spec, watch)
         print(f"{key_of(spec)}: {summary(results[key_of(spec)])}", flush=True)
