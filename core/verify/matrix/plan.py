@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,11 +70,12 @@ class MatrixPlan:
 
     @property
     def jobs(self) -> int:
-        """Processes: an accelerator's memory is for one cell at a time."""
+        """Processes: on an accelerator fewer, since each has a context of its own."""
         if self.options.jobs is not None:
             return self.options.jobs
+        cores = os.cpu_count() or 1
         is_host = bool(self.platform.capabilities_of(self.options.device).host_access)
-        return min(2, os.cpu_count() or 1) if is_host else 1
+        return min(2, cores) if is_host else min(4, max(1, cores // 4))
 
     @property
     def pin_file(self) -> Path:
@@ -96,10 +97,11 @@ class MatrixPlan:
         for result in results.values():
             observer.finished(result)
         with Stopwatch() as watch:
-            jobs = [workers.Job(cell, self.requests) for cell in self._longest_first()]
-            for result in workers.run(site, jobs, self.jobs):
-                results[result.name] = result
-                observer.finished(result)
+            for cells, jobs in self._turns():
+                work = [workers.Job(cell, self.requests) for cell in cells]
+                for result in workers.run(site, work, jobs):
+                    results[result.name] = result
+                    observer.finished(result)
         return MatrixReport(
             tier=self.tier.name,
             platform=self.platform.name,
@@ -116,9 +118,14 @@ class MatrixPlan:
     def _cell(self, name: str) -> Cell:
         return next(cell for cell in self.cells if cell.name == name)
 
-    def _longest_first(self) -> list[Cell]:
-        """Long cells first, so that the last one to end is short."""
-        return sorted(self.runnable, key=lambda cell: -int(cell["cycles"]))
+    def _turns(self) -> Iterator[tuple[list[Cell], int]]:
+        """Cells that run side by side, and in how many processes: long ones first, so that the last
+        one to end is short. Those that take all of the device's memory run alone.
+        """
+        longest_first = sorted(self.runnable, key=lambda cell: -int(cell["cycles"]))
+        alone = [cell for cell in longest_first if cell["fault"] == "memory-taken"]
+        yield [cell for cell in longest_first if cell not in alone], self.jobs
+        yield alone, min(1, self.jobs)
 
     def _as_options(self) -> dict[str, Any]:
         options = self.options
