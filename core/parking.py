@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hal.core.park_helper import Helper, HelperLost
+from hal.core.park_helper import ParkHelper
 from hal.errors import (
     AsleepError,
     BusyError,
@@ -30,6 +30,7 @@ from hal.errors import (
     StateError,
     Unsupported,
 )
+from hal.helper_process import HelperLost
 from hal.memory import MemoryInfo
 from hal.native import host_memory
 from hal.platform import Platform
@@ -87,7 +88,7 @@ class ProcessParking:
     def __init__(self, *, lock_seconds: float = LOCK_SECONDS, answer_seconds: float = 60.0) -> None:
         self._lock_seconds, self._answer_seconds = lock_seconds, answer_seconds
         self._lock = threading.RLock()
-        self._helper: Helper | None = None
+        self._helper: ParkHelper | None = None
         self._checkpoint: ProcessCheckpoint | None = None
         self._parked: Parked | None = None
         self._lost: str = ""
@@ -100,7 +101,7 @@ class ProcessParking:
     @property
     def helper_pid(self) -> int | None:
         """The helper's process id, while there is one."""
-        return self._helper.pid if self._helper else None
+        return self._helper.pid if self._helper and self._helper.is_alive else None
 
     def refuse_parked(self, tags: tuple[str, ...] = ()) -> None:
         """Raise `AsleepError` while the process is parked."""
@@ -250,13 +251,10 @@ class ProcessParking:
         timeout = self._answer_seconds + copying / _SLOWEST_RATE
         failure = None
         for _ in range(_HELPERS):
-            helper = self._living_helper()
             try:
-                self._step_to(goal, helper, timeout)
+                self._step_to(goal, self._living_helper(), timeout)
             except HelperLost as lost:
                 failure = lost
-                helper.kill()
-                self._helper = None
             else:
                 return
         raise BusyError(
@@ -264,18 +262,16 @@ class ProcessParking:
             "call again"
         ) from failure
 
-    def _living_helper(self) -> Helper:
-        if self._helper and not self._helper.is_alive:
-            self._helper.close()
-            self._helper = None
-        if self._helper is None:
+    def _living_helper(self) -> ParkHelper:
+        if self._helper is None or not self._helper.is_alive:
             if self._checkpoint is None:
                 raise StateError("a helper comes after prepare()")
-            self._helper = Helper(self._checkpoint.command())
+            self.close()
+            self._helper = ParkHelper(self._checkpoint.command())
         return self._helper
 
-    def _step_to(self, goal: ProcessState, helper: Helper, timeout: float) -> None:
-        state = helper.ask("state", timeout)
+    def _step_to(self, goal: ProcessState, helper: ParkHelper, timeout: float) -> None:
+        state = helper.call("state", timeout)
         while state is not goal:
             if state is ProcessState.FAILED:
                 raise self._lose("the driver says that its checkpoint failed")
@@ -287,11 +283,11 @@ class ProcessParking:
                     raise self._lose(str(error)) from error
                 raise
 
-    def _ask(self, helper: Helper, call: str, timeout: float) -> ProcessState:
+    def _ask(self, helper: ParkHelper, call: str, timeout: float) -> ProcessState:
         if call != "lock":
-            return helper.ask(call, timeout)
+            return helper.call(call, timeout)
         patience = self._lock_seconds
-        return helper.ask(call, timeout + patience, milliseconds=round(patience * 1e3))
+        return helper.call(call, timeout + patience, milliseconds=round(patience * 1e3))
 
     def _lose(self, why: str) -> ProcessLost:
         self._lost = (

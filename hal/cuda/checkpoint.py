@@ -8,16 +8,14 @@ memory are not supported.
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hal.cuda import checkpoint_helper, memory_reader
+from hal.helper_process import HelperLost, HelperProcess
 from hal.memory import MemoryInfo
 from hal.process_checkpoint import ProcessCheckpoint
 
@@ -42,8 +40,7 @@ class CudaCheckpoint(ProcessCheckpoint):
         self._ids = {index: device.facts.device_uuid or None for index, device in devices.items()}
 
     def command(self) -> Sequence[str]:
-        # By its path and isolated: it starts in a few hundredths of a second whatever is installed.
-        return sys.executable, "-I", "-S", checkpoint_helper.__file__
+        return _command(checkpoint_helper.__file__)
 
     def why_not_now(self) -> str | None:
         return _shared_tensors() or _communicators() or _managed_memory()
@@ -65,48 +62,23 @@ class _Reader:
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew, as in a forked child, whose parent's reader it is not."""
+        """Begin anew, as in a forked child, whose parent's helper it is not."""
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._helper: HelperProcess | None = None
 
     def read(self, ids: Mapping[int, str | None]) -> Mapping[int, MemoryInfo]:
-        request = json.dumps({"path": sys.path, "devices": ids}).encode() + b"\n"
         with self._lock:
-            try:
-                answer = self._ask(request)
-            except (OSError, HelperLost):
-                self._end()
-                raise
+            if self._helper is None or not self._helper.is_alive:
+                self._helper = HelperProcess(_command(memory_reader.__file__))
+            answer = self._helper.ask({"path": sys.path, "devices": ids}, ANSWERS_WITHIN)
         return {int(index): MemoryInfo(**fields) for index, fields in answer.items()}
 
-    def _ask(self, request: bytes) -> dict[str, Any]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(  # noqa: S603 - this package's own file
-                [sys.executable, "-I", "-S", memory_reader.__file__, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-        if self._process.stdin is None or self._process.stdout is None:
-            raise HelperLost("it has no pipes")
-        self._process.stdin.write(request)
-        self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], ANSWERS_WITHIN)
-        line = self._process.stdout.readline() if ready else b""
-        if not line.endswith(b"\n"):
-            raise HelperLost(f"no answer within {ANSWERS_WITHIN:g} s")
-        found: dict[str, Any] = json.loads(line)
-        return found
 
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
-
-
-class HelperLost(Exception):
-    """Internal: the reader died, or did not answer in time."""
+def _command(file: str) -> Sequence[str]:
+    """What runs a helper, isolated: it starts in a few hundredths of a second whatever is
+    installed.
+    """
+    return sys.executable, "-I", "-S", file
 
 
 _reader = _Reader()

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from emulator import emucuda
-from hal.core.park_helper import Helper, HelperLost
+from hal.core.park_helper import ParkHelper
 from hal.cuda import checkpoint
 from hal.cuda.checkpoint import CudaCheckpoint, _Reader
 from hal.errors import DriverError, Unsupported
+from hal.helper_process import HelperLost
 from hal.process_checkpoint import ProcessState
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
@@ -116,17 +117,17 @@ def test_a_reader_that_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("hal.cuda.checkpoint._reader", reader)
     checkpoint = CudaCheckpoint({0: SimpleNamespace(facts=SimpleNamespace(device_uuid=""))})  # type: ignore[dict-item]
     checkpoint.memory()
-    first = reader._process
+    first = reader._helper
     assert first is not None
-    first.kill()
-    first.wait()
+    os.kill(first.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     assert "NVML" in checkpoint.memory()[0].reason
-    second = reader._process
+    second = reader._helper
     assert second is not None
     os.kill(second.pid, signal.SIGSTOP)  # so that it gives no answer, however fast it is
     monkeypatch.setattr("hal.cuda.checkpoint.ANSWERS_WITHIN", 0.1)
     assert "no answer" in checkpoint.memory()[0].reason
-    assert reader._process is None
+    assert not second.is_alive
 
 
 # ---- the helper ----------------------------------------------------------------------------------
@@ -143,8 +144,8 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @contextmanager
-def helper() -> Iterator[Helper]:
-    started = Helper(CudaCheckpoint({}).command())
+def helper() -> Iterator[ParkHelper]:
+    started = ParkHelper(CudaCheckpoint({}).command())
     try:
         yield started
     finally:
@@ -154,15 +155,15 @@ def helper() -> Iterator[Helper]:
 def test_the_helper_leads_a_process_there_and_back_without_a_context(driver: Path) -> None:
     process = emucuda.EmulatedProcess(driver, os.getpid())
     with helper() as asked:
-        assert asked.ask("state", 30) is ProcessState.RUNNING
-        assert asked.ask("lock", 30, milliseconds=1000) is ProcessState.LOCKED
-        assert asked.ask("checkpoint", 30) is ProcessState.CHECKPOINTED
+        assert asked.call("state", 30) is ProcessState.RUNNING
+        assert asked.call("lock", 30, milliseconds=1000) is ProcessState.LOCKED
+        assert asked.call("checkpoint", 30) is ProcessState.CHECKPOINTED
         with pytest.raises(DriverError, match="cuCheckpointProcessUnlock") as caught:
-            asked.ask("unlock", 30)
+            asked.call("unlock", 30)
         assert caught.value.code == 401
         assert process.state == ProcessState.CHECKPOINTED
-        assert asked.ask("restore", 30) is ProcessState.LOCKED
-        assert asked.ask("unlock", 30) is ProcessState.RUNNING
+        assert asked.call("restore", 30) is ProcessState.LOCKED
+        assert asked.call("unlock", 30) is ProcessState.RUNNING
         maps = Path(f"/proc/{asked.pid}/maps").read_text()
         assert "libemucuda" in maps
         assert "torch" not in maps
@@ -172,18 +173,18 @@ def test_the_helper_leads_a_process_there_and_back_without_a_context(driver: Pat
 def test_a_helper_without_a_driver_says_so(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HAL_LIBCUDA", str(driver / "libnothing.so"))
     with helper() as asked, pytest.raises(Unsupported, match="libnothing"):
-        asked.ask("state", 30)
+        asked.call("state", 30)
 
 
 def test_a_closed_or_killed_helper_is_lost(driver: Path) -> None:
     del driver
     with helper() as asked:
-        asked.ask("state", 30)
+        asked.call("state", 30)
         os.kill(asked.pid, signal.SIGKILL)
         with pytest.raises(HelperLost):
-            asked.ask("state", 30)
+            asked.call("state", 30)
     with pytest.raises(HelperLost):
-        asked.ask("state", 30)
+        asked.call("state", 30)
 
 
 OWNER = """
