@@ -22,6 +22,21 @@ _WIDE = 130
 _COLUMNS = ("rounds", "compared", "damaged", "unstable", "slept MiB", "seconds")
 
 
+def progress_bars(console: Console, counted: str) -> Progress:
+    """Bars with a description, how many of what is `counted` are done, and the time; they vanish at
+    the end.
+    """
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(counted),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+
+
 def _cells(result: CaseResult) -> tuple[str, ...]:
     """A result's numbers, in the order of the columns."""
     return (
@@ -78,15 +93,7 @@ class Bars:
 
     def __init__(self, console: Console, cases: tuple[Case, ...], requests: int) -> None:
         self._console, self._requests = console, requests
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("requests"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
+        self._progress = progress_bars(console, "requests")
         self._all = self._progress.add_task(
             f"{len(cases)} cases", total=requests * sum(case.rounds for case in cases)
         )

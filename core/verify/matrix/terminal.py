@@ -6,11 +6,11 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from hal.core.verify.matrix.report import CellResult, MatrixReport, Verdict
+from hal.core.verify.terminal import progress_bars
 
 _STYLES = {
     Verdict.PASSED: "green",
@@ -48,15 +48,7 @@ class Bar:
 
     def __init__(self, console: Console, cells: int) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("cells"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
+        self._progress = progress_bars(console, "cells")
         self._task = self._progress.add_task("", total=cells)
 
     def __enter__(self) -> Self:
