@@ -78,8 +78,12 @@ def parse_codec(text: str) -> tuple[str, str]:
     return name, kind or kinds[0]
 
 
-def default_backing(capabilities: Capabilities) -> tuple[Backing, Path | None]:
-    """The backing that frees memory on this platform."""
+def backing_of(options: BackupOptions, capabilities: Capabilities) -> tuple[Backing, Path | None]:
+    """The backing and directory that the options stand for; by default, the backing that frees
+    memory on this platform.
+    """
+    if options.backing is not None:
+        return parse_backing(options.backing)
     if capabilities.unified_memory:
         return Backing.FILE, default_directory()
     return (Backing.PINNED if capabilities.pinned_host else Backing.ANONYMOUS), None
@@ -120,9 +124,7 @@ def on_memory(directory: Path) -> bool:
 def open_arena(platform: Platform, index: int, options: BackupOptions) -> Arena:
     """The arena that the options stand for on this device."""
     capabilities = platform.capabilities_of(index)
-    backing, directory = (
-        parse_backing(options.backing) if options.backing else default_backing(capabilities)
-    )
+    backing, directory = backing_of(options, capabilities)
     if backing is Backing.PINNED and options.require_pinned and not capabilities.pinned_host:
         raise Unsupported("pinned host memory", capabilities.name, capabilities.pinned_host.reason)
     return Arena(

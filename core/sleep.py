@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
-from hal.core.backup import BackupOptions
+from hal.core.backup import BackupOptions, backing_of
 from hal.core.contents import Contents, Tensors, extent, named_tensors
 from hal.core.hooks import Hook, Hooks
 from hal.core.parking import NOT_PARKED, PROCESS
@@ -54,7 +54,7 @@ from hal.errors import (
     Unsupported,
 )
 from hal.memory import TorchUsage
-from hal.native import Segment, TransferFailed, TransferReport
+from hal.native import Backing, Segment, TransferFailed, TransferReport
 from hal.platform import Platform, PoolNesting
 from hal.pools import Pool, find_segment, storage_address
 
@@ -618,7 +618,8 @@ class SleepManager:
 
     @property
     def _backs_up_to_file(self) -> bool:
-        return bool(self.backup.backing and self.backup.backing.startswith("file:"))
+        backing, _ = backing_of(self.backup, self.capabilities)
+        return backing is Backing.FILE
 
     @property
     def _budget_left(self) -> int | None:
