@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, ClassVar
 
 from hal.capabilities import capabilities_from
@@ -14,7 +13,7 @@ from hal.pools import probe_nesting
 
 if TYPE_CHECKING:
     from hal.cuda.checkpoint import CudaCheckpoint
-    from hal.torch_pool import ProcessScopes, TorchMemory, TorchPool
+    from hal.torch_pool import TorchPool
 
 
 class CudaPlatform(Platform):
@@ -54,16 +53,17 @@ class CudaPlatform(Platform):
         )
 
     def torch_usage(self, device: int = 0) -> TorchUsage:
+        from hal.torch_memory import torch_memory
         from hal.torch_pool import usage_outside
 
-        memory, _ = _torch()
+        memory, _ = torch_memory(self.device_type)
         return usage_outside(memory, self.device(device))
 
     def create_pool(self, tag: str, device: int = 0) -> TorchPool:
+        from hal.torch_memory import torch_memory
         from hal.torch_pool import TorchPool
 
-        memory, scopes = _torch()
-        return TorchPool(self.device(device), tag, memory, scopes)
+        return TorchPool(self.device(device), tag, *torch_memory(self.device_type))
 
     def codec(self, name: str, kind: str) -> Codec:
         return nvcomp.codec(name, kind)
@@ -84,13 +84,3 @@ class CudaPlatform(Platform):
         vmm = Fact.VMM in facts.yes
         graphs = Flag(True) if vmm else Flag(False, facts.why_not[Fact.VMM])
         return capabilities_from(self, index, probe_nesting(self, index), "probed", graphs)
-
-
-@functools.cache
-def _torch() -> tuple[TorchMemory, ProcessScopes]:
-    """One table and one count of scopes a process: torch's settings are the process's."""
-    from hal.cuda.torch_memory import torch_memory
-    from hal.torch_pool import ProcessScopes
-
-    memory = torch_memory()
-    return memory, ProcessScopes(memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import resource
@@ -17,7 +16,7 @@ from hal.pools import probe_nesting
 from hal.rocm import installation, telemetry
 
 if TYPE_CHECKING:
-    from hal.torch_pool import ProcessScopes, TorchMemory, TorchPool
+    from hal.torch_pool import TorchPool
 
 _UNVERIFIED = "by the same calls as on CUDA; not verified on AMD hardware"
 
@@ -78,16 +77,17 @@ class RocmPlatform(Platform):
         return telemetry.memory_info(target)
 
     def torch_usage(self, device: int = 0) -> TorchUsage:
+        from hal.torch_memory import torch_memory
         from hal.torch_pool import usage_outside
 
-        memory, _ = _torch()
+        memory, _ = torch_memory(self.device_type)
         return usage_outside(memory, self.device(device))
 
     def create_pool(self, tag: str, device: int = 0) -> TorchPool:
+        from hal.torch_memory import torch_memory
         from hal.torch_pool import TorchPool
 
-        memory, scopes = _torch()
-        return TorchPool(self.device(device), tag, memory, scopes)
+        return TorchPool(self.device(device), tag, *torch_memory(self.device_type))
 
     def _open(self, index: int) -> Device:
         import torch  # noqa: F401 - it loads the runtime that it brings, and there must be one alone
@@ -122,14 +122,3 @@ def _doubts(version: str) -> Iterator[str]:
             f"{version}: releases of this kind keep a file open for each mapping, and this process "
             f"may open {files}; raise it with ulimit -n"
         )
-
-
-@functools.cache
-def _torch() -> tuple[TorchMemory, ProcessScopes]:
-    """One table and one count of scopes a process: torch's settings are the process's."""
-    # torch's builds for ROCm have CUDA's names for all of it.
-    from hal.cuda.torch_memory import torch_memory
-    from hal.torch_pool import ProcessScopes
-
-    memory = torch_memory()
-    return memory, ProcessScopes(memory)

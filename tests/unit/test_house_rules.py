@@ -171,7 +171,7 @@ def imports_of(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= set(re.findall(r"^(?:hal\.)?core(?:\.\w+)*$", node.value))
+            found |= set(re.findall(r"^(?:hal(?:\.\w+)+|core(?:\.\w+)*)$", node.value))
     return found
 
 
@@ -196,6 +196,46 @@ def test_direction_rule_catches(source: str) -> None:
 @pytest.mark.parametrize("path", python_files("hal"), ids=name_of)
 def test_hal_never_imports_core(path: Path) -> None:
     assert not core_imports(path.read_text())
+
+
+def imported_rooms(source: str) -> set[str]:
+    found = (re.match(r"hal\.(\w+)", name) for name in imports_of(source))
+    return {match[1] for match in found if match} & set(ROOMS)
+
+
+def included_rooms(source: str) -> set[str]:
+    """The rooms whose headers a source includes: they are found by their bare names."""
+    names = re.findall(r'^[ \t]*#[ \t]*include[ \t]*"(?:.*/)?(.+)"', source, re.MULTILINE)
+    return {room for path in native_files() if path.name in names and (room := room_of(path))}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import hal.cuda.nvml",
+        "from hal.cuda import nvml",
+        "def f():\n    from hal import cuda",
+        "importlib.import_module('hal.cuda.nvml')",
+    ],
+)
+def test_neighbour_rule_catches(source: str) -> None:
+    assert imported_rooms(source) == {"cuda"}
+
+
+@pytest.mark.parametrize("header", ["libcuda.h", "hal/cuda/libcuda.h", "../cuda/libcuda.h"])
+def test_neighbour_rule_catches_headers(header: str) -> None:
+    source = f'#include <vector>\n#include "driver.h"\n#include "{header}"\n'
+    assert included_rooms(source) == {"cuda"}
+
+
+@pytest.mark.parametrize("path", [p for p in python_files("hal") if room_of(p)], ids=name_of)
+def test_no_vendor_imports_another(path: Path) -> None:
+    assert imported_rooms(path.read_text()) <= {room_of(path)}
+
+
+@pytest.mark.parametrize("path", [p for p in native_files() if room_of(p)], ids=name_of)
+def test_no_vendor_includes_another(path: Path) -> None:
+    assert included_rooms(path.read_text()) <= {room_of(path)}
 
 
 @pytest.mark.parametrize(
