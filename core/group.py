@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from hal.errors import BusyError
+from hal.errors import BusyError, GroupError, HalError
+
+T = TypeVar("T")
 
 
 class RankGroup:
@@ -44,3 +48,26 @@ class RankGroup:
                 f"{transition}: not every rank came within {self._timeout.total_seconds():g} s "
                 f"({str(error).splitlines()[0]}); call again when it has caught up"
             ) from error
+
+
+def as_one(
+    group: RankGroup | None,
+    transition: str,
+    act: Callable[[], T],
+    undo: Callable[[], object],
+) -> T:
+    """Make a transition on every rank of the group or on none of them; returns what `act` does."""
+    if group is None:
+        return act()
+    failure: HalError | None = None
+    try:
+        done = act()
+    except HalError as error:
+        failure = error
+    failed = group.failures(transition, failure)
+    if failure is not None:
+        raise failure
+    if failed:
+        undo()
+        raise GroupError(transition, failed)
+    return done

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from mmap import PAGESIZE
 
 from hal.core.contents import Contents, Range
+from hal.core.report import is_asleep
 from hal.core.tags import SCRATCH, Policy
 from hal.native import Action, Order, Segment
 from hal.platform import Platform
@@ -87,6 +88,13 @@ class PoolSet:
         """The segments of a tag, or of all, ordered by address."""
         pools = [m.pool for m in self if tag is None or m.tag == tag]
         return sorted((s for p in pools for s in p.segments()), key=lambda s: s.address)
+
+    def asleep_segments(self, tag: str | None = None) -> list[Segment]:
+        """The segments of a tag, or of all, that sleep."""
+        return [segment for segment in self.segments(tag) if is_asleep(segment.state)]
+
+    def by_serial(self) -> dict[int, Segment]:
+        return {segment.serial: segment for segment in self.segments()}
 
     def blocks(self, tag: str) -> list[Range]:
         """(address, size) of the live blocks of a tag."""

@@ -11,6 +11,9 @@ from typing import Any
 from hal.core.tags import Policy
 from hal.native import OrderResult, SegmentState, TransferReport
 
+TagSerials = tuple[str, Policy, set[int]]
+"""A tag, its policy, and the serials of its segments that take part in a transition."""
+
 SCHEMA_VERSION = 1
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -219,10 +222,8 @@ def merge(reports: Sequence[TransferReport]) -> TransferReport:
     )
 
 
-def tag_reports(
-    report: TransferReport, groups: Iterable[tuple[str, Policy, set[int]]]
-) -> tuple[TagReport, ...]:
-    """The results of a transition by tag; a group is (tag, policy, serials of its segments)."""
+def tag_reports(report: TransferReport, groups: Iterable[TagSerials]) -> tuple[TagReport, ...]:
+    """The results of a transition by tag."""
     results = {r.segment.serial: r for r in report.orders if not r.skipped}
     moved = sum(map(_moved, results.values())) or 1
     entries = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-from hal.core.backup import BackupOptions, open_arena
+from hal.core.backup import BackupOptions, backing_of, open_arena
 from hal.core.pool_set import PoolOrders, kept_bytes
 from hal.core.report import merge
 from hal.core.retained import Retained
@@ -14,6 +14,7 @@ from hal.native import (
     Action,
     Arena,
     ArenaStats,
+    Backing,
     Order,
     Segment,
     SegmentState,
@@ -98,6 +99,27 @@ class Transfer:
         if self._retained is None:
             return sum(kept_bytes(order) for order in orders)
         return sum(self._retained.new_bytes(order) for order in orders)
+
+    def new_memory(self, orders: Sequence[Order]) -> int:
+        """Bytes of host memory that the backups of these orders take beyond what is held for any;
+        files take none.
+        """
+        if self._in_files:
+            return 0
+        stats = self.stats()
+        return max(0, self.needed(orders) - (stats.held - stats.used))
+
+    @property
+    def memory_budget(self) -> int | None:
+        """What the budget leaves of host memory; None where it bounds none."""
+        if self._options.budget is None or self._in_files:
+            return None
+        return max(0, self._options.budget - self.stats().used)
+
+    @property
+    def _in_files(self) -> bool:
+        backing, _ = backing_of(self._options, self._capabilities)
+        return backing is Backing.FILE
 
     def trim(self) -> int:
         if self._retained:

@@ -153,7 +153,7 @@ class _HalfAwake(SleepManager):
         try:
             return super().wake_up(tags, wait_for_memory=wait_for_memory)
         except HalError:
-            self._sleeping.pop("workspace", None)
+            self._tags.asleep.pop("workspace", None)
             raise
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hal.core import BackupOptions, SleepManager, parking, sleep
+from hal.core import BackupOptions, SleepManager, parking
 from hal.core.parking import ProcessParking
 from hal.platform import Platform
 from support import TARGETS, Target, release_held
@@ -92,7 +92,6 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
     """
     monkeypatch.setenv("EMUCUDA_PROCESSES", str(tmp_path))
     own = ProcessParking()
-    for module in (parking, sleep):
-        monkeypatch.setattr(module, "PROCESS", own)
+    monkeypatch.setattr(parking, "PROCESS", own)
     yield own
     own.close()

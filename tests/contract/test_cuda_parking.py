@@ -14,7 +14,7 @@ import torch
 
 from emulator.emucuda import EmulatedProcess
 from emulator.platforms import EmulatedCudaPlatform
-from hal.core import BackupOptions, SleepManager, State, parking, sleep
+from hal.core import BackupOptions, SleepManager, State, parking
 from hal.core.parking import ProcessParking
 from hal.errors import (
     AsleepError,
@@ -316,7 +316,7 @@ def test_a_restore_that_fails_is_final(
         assert emulated.state == FAILED
     assert emulated.refused_calls == 0
     set_state(tmp_path, RUNNING)  # so that the test can clean up
-    monkeypatch.setattr(sleep, "PROCESS", ProcessParking())
+    monkeypatch.setattr(parking, "PROCESS", ProcessParking())
     sleeper.wake_up()
     assert torch.equal(weights, pattern(3 * MIB, 1))
 

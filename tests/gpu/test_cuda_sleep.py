@@ -128,7 +128,7 @@ def test_r13_the_driver_itself_runs_out_half_way(
     asleep = books(sleeper.platform)
     other = hog(leave=2 * GIB)
     # Without the check before the wake: the rollback is what has to save it.
-    monkeypatch.setattr(sleeper, "_free_memory", lambda: None)
+    monkeypatch.setattr(sleeper._free_memory, "now", lambda: None)
     with pytest.raises(OutOfDeviceMemory):
         sleeper.wake_up()
     assert books(sleeper.platform) == asleep
