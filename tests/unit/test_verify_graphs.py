@@ -121,9 +121,7 @@ def test_what_replays_write_is_registered_in_the_graphs_pool(setup: Setup) -> No
 
 def test_a_graphs_pool_that_loses_its_contents_is_caught(setup: Setup) -> None:
     class Discarding(SleepManager):
-        def sleep(
-            self, level: int = 1, *, policy: Any = None, park: bool = False
-        ) -> SleepReport:
+        def sleep(self, level: int = 1, *, policy: Any = None, park: bool = False) -> SleepReport:
             offload = dict.fromkeys(("weights", "runtime"), Policy.OFFLOAD)
             discard = dict.fromkeys(("kv_cache", "workspace", "cudagraph"), Policy.DISCARD)
             return super().sleep(policy=offload | discard)
