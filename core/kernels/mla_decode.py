@@ -22,6 +22,7 @@ from hal.core.kernels.launching import runs_triton
 from hal.core.kernels.lse import LogBase
 from hal.core.kernels.scratch import KernelScratch
 from hal.core.workspace import TensorSpec, WorkspaceManager, total_bytes
+from hal.core.workspace.checked import plain
 from hal.errors import InvalidArgument, Unsupported
 
 LATENT = 512
@@ -305,30 +306,24 @@ def _reference_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _run_reference(call: Call) -> None:
     """Row by row, in float32 (float64 for float64), without a read of lengths by the host."""
-    tokens = call.table.shape[1] * call.cache.shape[1]
-    dtype = _reference_dtype(call.query.dtype)
-    [context] = call.scratch(TensorSpec((tokens, LATENT + ROPE), dtype))
-    token = torch.arange(tokens, device=call.query.device)
-    for row in range(len(call.query)):
-        inside = token < call.lengths[row]
-        _gather(call, row, inside, context)
-        output, lse = _attend(call.query[row].to(dtype) * call.scale, context, inside)
-        call.out[row] = output
-        if call.lse is not None:
-            call.lse[row] = lse * (call.lse_unit / math.log(2))
-
-
-def _gather(call: Call, row: int, inside: Tensor, context: Tensor) -> None:
-    """A request's context; 0 beyond its length, where tables and pages may hold anything."""
     page = call.cache.shape[1]
-    pages = torch.where(inside[::page], call.table[row], 0)
-    context.copy_(call.cache.index_select(0, pages).flatten(0, 1))
-    context.masked_fill_(~inside.unsqueeze(1), 0.0)
+    tokens = call.table.shape[1] * page
+    dtype = _reference_dtype(call.query.dtype)
+    [context] = map(plain, call.scratch(TensorSpec((tokens, LATENT + ROPE), dtype)))
+    token = torch.arange(tokens, device=call.query.device)
+    outside = token >= call.lengths.unsqueeze(1)
+    tables = torch.where(outside[:, ::page], 0, call.table)
+    queries = call.query.to(dtype) * call.scale
+    for row, query in enumerate(queries):
+        _gather(call.cache, tables[row], outside[row], context)
+        scores = (query @ context.T).masked_fill_(outside[row], -torch.inf)
+        shares = scores.softmax(1).masked_fill_(outside[row], 0.0)  # NaN without a token
+        call.out[row] = shares @ context[:, :LATENT]
+        if call.lse is not None:
+            call.lse[row] = scores.logsumexp(1) * (call.lse_unit / math.log(2))
 
 
-def _attend(query: Tensor, context: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [H, 512] of a scaled query [H, 576], and log-sum-exp [H] in base e."""
-    scores = (query @ context.T).masked_fill(~inside, -torch.inf)
-    lse = scores.logsumexp(1)
-    shares = (scores - lse.unsqueeze(1)).exp().masked_fill(~inside, 0.0)
-    return shares @ context[:, :LATENT], lse
+def _gather(cache: Tensor, table: Tensor, outside: Tensor, context: Tensor) -> None:
+    """A request's context; 0 beyond its length, where pages may hold anything."""
+    context.copy_(cache.index_select(0, table).flatten(0, 1))
+    context.masked_fill_(outside.unsqueeze(1), 0.0)

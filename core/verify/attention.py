@@ -8,8 +8,18 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from hal.core.kernels.mla_decode import mla_decode
 from hal.core.verify.config import Architecture, KVType, ModelConfig
-from hal.core.verify.layers import AdaptedLinear, Batch, Linear, RMSNorm, rotate, tensor
+from hal.core.verify.layers import (
+    AdaptedLinear,
+    Batch,
+    Linear,
+    PagedQueries,
+    RMSNorm,
+    rotate,
+    tensor,
+)
+from hal.core.workspace import WorkspaceManager
 
 KEY_SCALE, VALUE_SCALE, LATENT_SCALE = 0.03125, 0.0625, 0.03125
 """Of 8-bit caches: powers of two, so that only the rounding to 8 bits is lost."""
@@ -21,11 +31,13 @@ class PagedCache:
     into.
 
     The views are keys and values of shape [slots, kv_heads, head_size], or one of latents
-    [slots, latent + rotary]; a scratch is [max R * C, ...].
+    [slots, latent + rotary]; a scratch is [max R * C, ...]. `kernels` is where those take theirs.
     """
 
     views: tuple[Tensor, ...]
     scratch: tuple[Tensor, ...]
+    block_size: int
+    kernels: WorkspaceManager
 
     def write(self, index: int, slots: Tensor, values: Tensor) -> None:
         """Store one row a slot, the slots being distinct."""
@@ -37,6 +49,11 @@ class PagedCache:
         out = self.scratch[index][: slots.numel()]
         torch.index_select(view, 0, slots.flatten(), out=out)
         return out.view(*slots.shape, *view.shape[1:])
+
+    def pages(self, index: int) -> Tensor:
+        """A view by blocks: [blocks, block_size, ...]."""
+        view = self.views[index]
+        return view.view(-1, self.block_size, *view.shape[1:])
 
 
 class Attention(Protocol):
@@ -152,10 +169,13 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         c = self.config
         key_map, value_map = self.up.weight.view(2, c.heads, c.head_size, c.latent)
-        queries = self._queries(x, batch, tables, key_map)
+        queries = self._queries(x, batch, tables, key_map) * self.score_scale
         self._write(x, batch, tables, cache)
-        context = self.codec.loaded(cache.gather(0, batch.context_slots))
-        mixed = self._attend(queries * self.score_scale, context, batch.mask)
+        if batch.paged is not None and c.has_mla_decode:
+            mixed = self._decode(queries, batch.paged, cache)
+        else:
+            context = self.codec.loaded(cache.gather(0, batch.context_slots))
+            mixed = self._attend(queries, context, batch.mask)
         heads = torch.einsum("rqhl,hdl->rqhd", mixed, value_map)
         return tensor(self.output(heads.flatten(2)))
 
@@ -181,6 +201,22 @@ class LatentAttention(nn.Module):
         turned = rotate(turned.unsqueeze(2), *tables).squeeze(2)
         entry = torch.cat((self.norm(latent), turned), dim=-1).flatten(0, 1)
         cache.write(0, batch.write_slots.flatten(), self.codec.stored(entry))
+
+    def _decode(self, queries: Tensor, paged: PagedQueries, cache: PagedCache) -> Tensor:
+        """[R, Q, heads, latent + rotary] against their pages, to latents, in the pages' type.
+
+        The scale is in the queries already: the host cannot read the buffer that it is in.
+        """
+        pages = cache.pages(0)
+        mixed = mla_decode(
+            queries.flatten(0, 1).to(pages.dtype),
+            pages,
+            paged.tables,
+            paged.lengths,
+            scale=1.0,
+            workspace=cache.kernels,
+        )
+        return mixed.view(*queries.shape[:3], -1).to(queries.dtype)
 
     def _attend(self, queries: Tensor, context: Tensor, mask: Tensor) -> Tensor:
         """[R, Q, heads, latent + rotary] against [R, C, latent + rotary], to latents."""

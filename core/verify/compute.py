@@ -9,13 +9,13 @@ is accumulated by index. Equal inputs in equal batches give equal bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from hal.core.verify.layers import Batch
+from hal.core.verify.layers import Batch, PagedQueries
 from hal.core.verify.model import Draft, LayerCache, Transformer
 from hal.core.verify.sampler import SamplerRows, logprobs, sample
 from hal.core.verify.state import CacheMemory, EngineConfig, RuntimeState, Workspace
@@ -115,8 +115,16 @@ class Compute:
         slots = self.slots(state.block_tables[:count], positions)
         padding = state.padding_slots[: count * width].view(count, width)
         written = torch.where(active, slots, padding)
-        known = (ahead_of[:, -1] + 1) * active.squeeze(1)
-        return self.batch(tokens, positions, written, rows, known, ~state.active[:count], counted)
+        seen = (ahead_of + 1) * active
+        batch = self.batch(
+            tokens, positions, written, rows, seen[:, -1], ~state.active[:count], counted
+        )
+        return replace(batch, paged=self._paged(seen))
+
+    def _paged(self, seen: Tensor) -> PagedQueries:
+        """The queries of the first R rows, which see int64 [R, Q] tokens each."""
+        tables = self.state.block_tables[: len(seen)].int()
+        return PagedQueries(tables.repeat_interleave(seen.shape[1], 0), seen.int().flatten())
 
     def _speculate(self, count: int) -> Tensor:
         """Guess with the draft, check all guesses in one step of the model, and keep what it would

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hal.core.kernels.mla_decode import LATENT, ROPE
+
 
 class Architecture(enum.Enum):
     """What a model is made of, beside the parts that all have."""
@@ -60,9 +62,9 @@ class ModelConfig:
     epsilon: float = 1e-6
     architecture: Architecture = Architecture.GQA
     kv_type: KVType = KVType.FLOAT32
-    latent: int = 512
+    latent: int = LATENT
     """Elements of a token's latent (MLA)."""
-    latent_rotary: int = 64
+    latent_rotary: int = ROPE
     """Elements that follow it and carry the position (MLA)."""
     experts: int = 4
     experts_per_token: int = 2
@@ -84,6 +86,15 @@ class ModelConfig:
         """Elements that rotary positions turn."""
         is_latent = self.architecture is Architecture.MLA
         return self.latent_rotary if is_latent else self.head_size
+
+    @property
+    def has_mla_decode(self) -> bool:
+        """Whether decode steps attend by `mla_decode`.
+
+        It reads latents as they are stored, in the query's type: 8-bit ones, which have a scale,
+        are read by plain torch.
+        """
+        return self.architecture is Architecture.MLA and self.kv_type is not KVType.FLOAT8
 
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer keeps a state a request instead of a cache a token."""

@@ -38,7 +38,6 @@ from hal.core.verify.state import (
     EngineConfig,
     RuntimeState,
     Workspace,
-    named_tensors,
     slot_views,
 )
 from hal.errors import StateError
@@ -132,8 +131,7 @@ class ReferenceEngine:
         self._models.load(config.seed)
         self._models.load_adapters(config.seed)
         self._initialise()
-        with self.sleeper.pool("workspace"):
-            self.workspace = Workspace.build(config, self.device)
+        self.workspace = Workspace.build(config, self.sleeper)
         self._compute = Compute.over(
             config, self._models, self._cache, self.runtime, self.workspace
         )
@@ -180,8 +178,8 @@ class ReferenceEngine:
         groups: tuple[tuple[str, str | None, dict[str, Tensor]], ...] = (
             ("model", "weights", self._models.named),
             ("pages", "kv_cache", {str(index): pages for index, pages in enumerate(self.pages)}),
-            ("runtime", self._runtime_tag, named_tensors(self.runtime)),
-            ("workspace", "workspace", named_tensors(self.workspace)),
+            ("runtime", self._runtime_tag, self.runtime.named),
+            ("workspace", "workspace", self.workspace.named),
             ("connector", CONNECTOR, self._connector.tensors if self._connector else {}),
             ("graphs", CUDAGRAPH, self._graphs.outputs() if self._graphs else {}),
         )
@@ -253,6 +251,7 @@ class ReferenceEngine:
     def close(self) -> None:
         """Drop every tensor, awake or asleep; the engine cannot serve any more."""
         del self._graphs, self._compute  # graphs go before the memory that they were captured in
+        self.workspace.kernels.close()
         del self.model, self.draft, self._models, self._connector
         del self._cache, self.runtime, self.workspace
 

@@ -15,7 +15,7 @@ class Batch:
 
     tokens, positions, write_slots: int64 [R, Q], the slots distinct; context_slots: int64 [R, C];
     mask: bool [R, Q, C], True where a query may look. `states` says where recurrent layers read and
-    write, `adapters`: int64 [R] which adapter serves a row.
+    write, `adapters`: int64 [R] which adapter serves a row. `paged` is there in decode steps alone.
     """
 
     tokens: Tensor
@@ -25,6 +25,18 @@ class Batch:
     mask: Tensor
     states: StateSlots
     adapters: Tensor
+    paged: PagedQueries | None = None
+
+
+@dataclass(frozen=True)
+class PagedQueries:
+    """A decode step for kernels that take one query a request: each of N = R * Q queries is one.
+
+    tables: int32 [N, blocks]; lengths: int32 [N], the tokens that a query sees, 0 for padding.
+    """
+
+    tables: Tensor
+    lengths: Tensor
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from hal.core.kernels.mla_decode import reserve_mla_decode
+from hal.core.sleep import SleepManager
+from hal.core.tags import WORKSPACE
 from hal.core.verify.attention import PagedCache
 from hal.core.verify.config import Architecture, ModelConfig
 from hal.core.verify.layers import StateSlots
 from hal.core.verify.model import LayerCache
 from hal.core.verify.requests import Shape
 from hal.core.verify.sampler import SamplerRows, SamplerTables
+from hal.core.workspace import WorkspaceManager
 from hal.errors import StateError
 
 _SMALLEST_DECODE = 8
@@ -215,6 +219,11 @@ class RuntimeState:
         )
 
     @property
+    def named(self) -> dict[str, Tensor]:
+        """Every tensor by field name."""
+        return dict(vars(self))
+
+    @property
     def sampler_tables(self) -> SamplerTables:
         return SamplerTables(self.ranks, self.triangle)
 
@@ -236,38 +245,59 @@ class Workspace:
     """Scratch, unzeroed by contract.
 
     logits: float32 [widest_batch, vocabulary]; context_keys, context_values: [N * C, ...] of what
-    the cache stores (for latents, context_values is empty).
+    the cache stores (for latents, context_values is empty); kernels take theirs from `kernels`.
     """
 
     logits: Tensor
     context_keys: Tensor
     context_values: Tensor
+    kernels: WorkspaceManager
 
     @classmethod
-    def build(cls, config: EngineConfig, device: torch.device) -> Workspace:
-        """Allocate on `device`, in whatever pool scope is open."""
+    def build(cls, config: EngineConfig, sleeper: SleepManager) -> Workspace:
+        """Allocate in the `workspace` pool all that any step takes."""
+        kernels = _kernel_scratch(config, sleeper)
         model, slots = config.model, config.rows * config.context
-        grouped, is_latent = (
-            (model.kv_heads, model.head_size),
-            (model.architecture is Architecture.MLA),
-        )
+        is_latent = model.architecture is Architecture.MLA
+        grouped = slots, model.kv_heads, model.head_size
+        logits = config.widest_batch, model.vocabulary
 
-        def context(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=model.kv_type.storage, device=device)
+        def scratch(*shape: int, dtype: torch.dtype = model.kv_type.storage) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=kernels.device)
 
-        return cls(
-            torch.empty(config.widest_batch, model.vocabulary, device=device),
-            context(slots, model.latent_size) if is_latent else context(slots, *grouped),
-            context(0) if is_latent else context(slots, *grouped),
-        )
+        with sleeper.pool(WORKSPACE):
+            return cls(
+                scratch(*logits, dtype=torch.float32),
+                scratch(slots, model.latent_size) if is_latent else scratch(*grouped),
+                scratch(0) if is_latent else scratch(*grouped),
+                kernels,
+            )
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """All scratch by name."""
+        own = {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
+        return own | {f"kernels{slot}": each for slot, each in self.kernels.buffers.items()}
 
     def cache_over(self, config: EngineConfig, memory: Tensor) -> LayerCache:
         """A layer's cache; all layers gather their context into the same scratch."""
         views = slot_views(config, memory)
         scratch = self.context_keys, self.context_values
-        return PagedCache(views, scratch[: len(views)]) if views else memory
+        if not views:
+            return memory
+        return PagedCache(views, scratch[: len(views)], config.block_size, self.kernels)
 
 
-def named_tensors(holder: RuntimeState | Workspace) -> dict[str, Tensor]:
-    """The tensors of a state by field name."""
-    return {entry.name: getattr(holder, entry.name) for entry in fields(holder)}
+def _kernel_scratch(config: EngineConfig, sleeper: SleepManager) -> WorkspaceManager:
+    """Room for the largest call of each kernel; it is there before any step, or it never is."""
+    model, kernels = config.model, WorkspaceManager.of(sleeper)
+    if model.has_mla_decode:
+        reserve_mla_decode(
+            kernels,
+            heads=model.heads,
+            rows=config.rows * config.step_tokens,
+            max_tokens=config.context,
+            dtype=model.kv_type.storage,
+        )
+    kernels.lock()
+    return kernels

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hal.core.tags import WORKSPACE, Policy
 from hal.core.workspace.debug import Watch
-from hal.core.workspace.report import Reservation, WorkspaceReport
+from hal.core.workspace.report import Reservation, SlotId, WorkspaceReport
 from hal.core.workspace.slots import Adopted, Kept, Slot, key_text
 from hal.core.workspace.specs import SpecLike, aligned_buffer, as_specs, carve, total_bytes
 from hal.errors import AsleepError, InvalidArgument, StateError, WorkspaceLocked
@@ -213,6 +213,12 @@ class WorkspaceManager:
         elif self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
+    @property
+    def buffers(self) -> dict[SlotId, Tensor]:
+        """The shared memory of each slot that has any, uint8; until `lock()` it may move."""
+        slots = self._slots.values()
+        return {slot.id: slot.buffer for slot in slots if slot.buffer is not None}
+
     # -- kept by key
 
     def get_persistent(
@@ -367,6 +373,17 @@ class WorkspaceManager:
     def _require_awake(self) -> None:
         if self.is_asleep:
             raise AsleepError([WORKSPACE], "its scratch has no memory")
+
+    def close(self) -> None:
+        """Let all scratch go, awake or asleep, as with its engine; later requests raise
+        `WorkspaceLocked`.
+        """
+        with self._mutex:
+            self._locked = True
+            self._adopted.clear()
+            for slot in self._slots.values():
+                slot.buffer = None
+                slot.kept.clear()
 
     # -- reports
 

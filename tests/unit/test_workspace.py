@@ -314,6 +314,18 @@ def test_r111_scratch_that_others_dirty_is_never_the_zeroed_kind() -> None:
         workspace.check_zeroed("A")
 
 
+def test_the_buffers_of_slots_are_told_and_go_with_the_workspace() -> None:
+    workspace = WorkspaceManager("cpu", num_lanes=2)
+    workspace.reserve("kernel", spec(64), lanes=[1])
+    counters = weakref.ref(workspace.get_persistent("counters", (4,), torch.int32, zeroed=True))
+    assert {slot: each.numel() for slot, each in workspace.buffers.items()} == {(0, 1): 256}
+    workspace.close()
+    assert workspace.buffers == {}
+    assert counters() is None
+    with pytest.raises(WorkspaceLocked):
+        workspace.get_simultaneous(spec(4))
+
+
 # -- sleep and wake, told by another
 
 
