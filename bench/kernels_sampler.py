@@ -191,12 +191,11 @@ def sizes_of(limits: Limits, logits: Tensor) -> dict[str, Any]:
 
 def shapes_to_try(batch: int, slots: int) -> Iterator[Shape]:
     """Launch shapes for a batch on a device with `slots` multiprocessors."""
-    few = [(1, 16, 8192), (1, 16, 4096), (1, 32, 8192)]
-    many = [(2, 8, 4096), (2, 16, 4096), (1, 16, 8192), (3, 8, 2048)]
-    lists = [(1024, 4096, 1 << 20), (1024, 4096, 4096), (2048, 4096, 4096), (4096, 4096, 4096)]
-    lists += [(1024, 4096, 1024), (2048, 8192, 2048)]
-    for (programs, warps, tile), own in itertools.product(few if batch <= slots else many, lists):
-        yield Shape(min(batch, programs * slots), programs, warps, tile, *own)
+    few = [(1, 8, 4096), (1, 16, 8192), (1, 16, 4096), (1, 32, 8192)]
+    many = [(2, 8, 4096), (2, 8, 2048), (2, 16, 4096), (1, 16, 8192), (3, 8, 2048), (4, 4, 2048)]
+    sizes = few if batch <= slots else many
+    for (programs, warps, tile), sample in itertools.product(sizes, (2048, 4096)):
+        yield Shape(min(batch, programs * slots), programs, warps, tile, sample=sample)
 
 
 def sweep(clock: Clock, options: argparse.Namespace, device: torch.device) -> Iterator[Cell]:

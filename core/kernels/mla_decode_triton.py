@@ -26,8 +26,8 @@ from hal.core.workspace.checked import plain
 PARTS = tl.constexpr(2)
 """A share cuts at most the request that it begins in and the one that it ends in."""
 LOG2_E = 1.4426950408889634
-MERGED_PARTS = 16
-"""Parts that a program of the merge reads at once."""
+MERGED = 16, 8
+"""Parts that a program of the merge reads at once for one head, or heads part after part."""
 
 
 # -- shares: `total` tiles in a line, cut into `shares`
@@ -240,16 +240,16 @@ def mla_merge_kernel(
     padded_heads,
     programs,
     BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
     TILE: tl.constexpr,
     LATENT: tl.constexpr,
     ROWS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """One request and one head; a request without a token is 0, and -inf its log-sum-exp.
-
-    A long request alone lies in as many parts as there are programs: a block is read at once.
+    """One request and a few heads, BLOCK parts at once; a request without a token is 0, and -inf
+    its log-sum-exp.
     """
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
     rows, tiles, ends = _tile_counts(seq_lens, batch, TILE, ROWS)
     total = tl.sum(tiles, 0)
     row_end = _of_row(ends, rows, row)
@@ -259,35 +259,36 @@ def mla_merge_kernel(
     safe_total = tl.maximum(total, 1)
     first = _share_of(row_begin, safe_total, shares)
     last = _share_of(row_end - 1, safe_total, shares)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     latent = tl.arange(0, LATENT)
     # One share holds the whole: it has written it.
     if is_empty | (first != last):
-        largest = tl.full([1], -float("inf"), tl.float32)
-        weight = tl.zeros([1], tl.float32)
-        output = tl.zeros([LATENT], tl.float32)
+        largest = tl.full([HEADS], -float("inf"), tl.float32)
+        weight = tl.zeros([HEADS], tl.float32)
+        output = tl.zeros([HEADS, LATENT], tl.float32)
         for block in range(first, tl.where(is_empty, first, last + 1), BLOCK):
             share = block + tl.arange(0, BLOCK)
-            is_there = share <= last
+            is_there = (share <= last)[:, None]
             cut_before = row_begin > _share_begin(total, share, shares)
             part = share * PARTS + cut_before.to(tl.int32)
-            place = part.to(tl.int64) * padded_heads + head
+            place = part.to(tl.int64)[:, None] * padded_heads + head[None, :]
             logs = tl.load(part_lse + place, mask=is_there, other=-float("inf"))
-            at = parts + place[:, None] * LATENT + latent[None, :]
-            values = tl.load(at, mask=is_there[:, None], other=0.0)
+            at = parts + place[:, :, None] * LATENT + latent[None, None, :]
+            values = tl.load(at, mask=is_there[:, :, None], other=0.0)
             higher = tl.maximum(largest, tl.max(logs, 0))
             shrink = tl.exp2(largest - higher)
-            grown = tl.exp2(logs - higher)
+            grown = tl.exp2(logs - higher[None, :])
             weight = weight * shrink + tl.sum(grown, 0)
-            output = output * shrink + tl.sum(values * grown[:, None], 0)
+            output = output * shrink[:, None] + tl.sum(values * grown[:, :, None], 0)
             largest = higher
         weight = tl.where(is_empty, 1.0, weight)
-        output = output / weight
+        output = output / weight[:, None]
         logs = largest + tl.log2(weight)
         number = row.to(tl.int64)
-        to = out + number * out_row_step + head * out_head_step + latent
-        tl.store(to, output.to(out.dtype.element_ty))
+        to = out + number * out_row_step + head[:, None] * out_head_step + latent[None, :]
+        tl.store(to, output.to(out.dtype.element_ty), mask=head[:, None] < heads)
         if LSE:
-            tl.store(lse + number * heads + head + tl.arange(0, 1), logs * lse_unit)
+            tl.store(lse + number * heads + head, logs * lse_unit, mask=head < heads)
 
 
 # -- launch
@@ -355,6 +356,8 @@ def launch(
     shares, groups = shape.shares(heads, out.device), shape.groups(heads)
     parts, part_lse = plain(parts), plain(part_lse)
     rows = max(16, triton.next_power_of_2(batch))
+    # A few long requests have many parts each, and heads enough for all multiprocessors.
+    block, merged_heads = (MERGED[0], 1) if shares > batch * MERGED[1] else (1, MERGED[1])
     with on_device(out.device):
         mla_decode_kernel[(groups, shares)](
             query,
@@ -387,7 +390,7 @@ def launch(
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
-        mla_merge_kernel[(batch, heads)](
+        mla_merge_kernel[(batch, -(-heads // merged_heads))](
             seq_lens,
             out,
             out.stride(0),
@@ -400,7 +403,8 @@ def launch(
             heads,
             groups * shape.heads,
             shares,
-            BLOCK=MERGED_PARTS,
+            BLOCK=block,
+            HEADS=merged_heads,
             TILE=shape.tile,
             LATENT=latent,
             ROWS=rows,

@@ -22,7 +22,7 @@ _REGISTERS = 1 << 16
 @dataclass(frozen=True)
 class Shape:
     """Programs of one launch: how many, how many share a multiprocessor, of how many warps, and
-    tiles in logits; `few` logits are searched rather than narrowed down by another pass.
+    tiles in logits.
     """
 
     programs: int
@@ -31,7 +31,6 @@ class Shape:
     tile: int
     list_tile: int = 1024
     sample: int = 4096
-    few: int = 4096
 
     @property
     def options(self) -> dict[str, int]:
@@ -91,7 +90,6 @@ def launch(
             HAS_K=k is not None,
             HAS_P=p is not None,
             DRAW=draws is not None,
-            FEW=shape.few,
             SAMPLE=shape.sample,
             TILE=shape.tile,
             LIST_TILE=shape.list_tile,

@@ -268,11 +268,8 @@ def _narrow(low, below, at_low, at_below, pivot, reached, most, least):
 
 
 @triton.jit
-def enclose(row, p, room, FEW: tl.constexpr, SAMPLE: tl.constexpr, TILE: tl.constexpr):
-    """(low, below, top): the logit that completes a share `p` of the mass is in [low, below).
-
-    Another pass over the row costs less than a search among many more than FEW logits.
-    """
+def enclose(row, p, room, SAMPLE: tl.constexpr, TILE: tl.constexpr):
+    """(low, below, top): the logit that completes a share `p` of the mass is in [low, below)."""
     sample, sampled = sample_of(row, SAMPLE)
     reference = tl.maximum(tl.max(sample, 0), LOWEST)
     sample_mass = tl.exp2((sample - reference) * LOG2_E)
@@ -280,7 +277,6 @@ def enclose(row, p, room, FEW: tl.constexpr, SAMPLE: tl.constexpr, TILE: tl.cons
     below = scalar(float("inf"))
     share = p
     top = reference
-    most_inside = tl.minimum(room // 2, FEW)
     passes = 0
     while passes < PASSES:
         t0, t1, t2, t3, t4, t5 = _pivots(sample, sample_mass, low, below, share)
@@ -303,7 +299,7 @@ def enclose(row, p, room, FEW: tl.constexpr, SAMPLE: tl.constexpr, TILE: tl.cons
         share = (p * whole - at_below) / tl.maximum(at_low - at_below, 1e-30)
         inside = tl.sum(((sample >= low) & (sample < below)).to(tl.int32), 0)
         passes += 1
-        if inside.to(tl.int64) * row.count <= sampled.to(tl.int64) * most_inside:
+        if inside.to(tl.int64) * row.count <= sampled.to(tl.int64) * (room // 2):
             passes = PASSES
     return low, below, tl.maximum(top, LOWEST)
 

@@ -130,13 +130,12 @@ def _top_p_row(
     token,
     lists,
     DRAW: tl.constexpr,
-    FEW: tl.constexpr,
     SAMPLE: tl.constexpr,
     TILE: tl.constexpr,
     LIST_TILE: tl.constexpr,
 ):
     """Top-p of a whole row; masks it, or draws a token from what is kept."""
-    low, below, top = enclose(row, p, lists.room, FEW, SAMPLE, TILE)
+    low, below, top = enclose(row, p, lists.room, SAMPLE, TILE)
     whole, base, count = weigh(row, low, below, top, lists, not DRAW, TILE)
     listed = count <= lists.room
     source = _candidates(row, lists, count, listed)
@@ -184,7 +183,6 @@ def top_k_top_p_kernel(
     HAS_K: tl.constexpr,
     HAS_P: tl.constexpr,
     DRAW: tl.constexpr,
-    FEW: tl.constexpr,
     SAMPLE: tl.constexpr,
     TILE: tl.constexpr,
     LIST_TILE: tl.constexpr,
@@ -219,6 +217,6 @@ def top_k_top_p_kernel(
         if k < vocabulary:
             _top_k_row(row, k, parts, draw, token, lists, HAS_P, DRAW, SAMPLE, TILE, LIST_TILE)
         elif parts < UNIT:
-            _top_p_row(row, p, parts, draw, token, lists, DRAW, FEW, SAMPLE, TILE, LIST_TILE)
+            _top_p_row(row, p, parts, draw, token, lists, DRAW, SAMPLE, TILE, LIST_TILE)
         elif DRAW:
             _draw_of_all(row, draw, token, lists, TILE)

@@ -77,6 +77,20 @@ def test_it_is_dense_attention(
         torch.testing.assert_close(lse[~empty].double(), logs[~empty], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("lengths", [(333,), (40, 0, 50)], ids=["alone", "with an empty one"])
+def test_many_parts_are_merged_a_block_at_once(
+    lengths: Sequence[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (kernel := module._triton(device, torch.float16)) is None:
+        pytest.skip("plain torch has no parts")
+    case = mla_case(lengths, heads=3)
+    expected, logs = decode(case, device)
+    monkeypatch.setattr(kernel, "MERGED", (2, 1))
+    output, lse = decode(case, device)
+    assert relative_error(output, expected) < TOLERANCE[torch.float16]
+    torch.testing.assert_close(lse, logs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_plain_torch_keeps_to_the_precision_of_its_numbers(dtype: torch.dtype) -> None:
     case = mla_case(RAGGED[1:4], dtype=dtype)
