@@ -26,10 +26,14 @@ Block = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Baseline:
-    """What must be the same whenever everything is awake: addresses by tensor, and the books."""
+    """What must be the same whenever everything is awake: addresses by tensor, and the books.
+
+    `most_backups` bounds the host bytes of backups whose size depends on what they hold.
+    """
 
     addresses: Mapping[str, int]
     books: Mapping[str, int]
+    most_backups: int | None = None
 
     @classmethod
     def of(cls, subject: Subject) -> Baseline:
@@ -39,8 +43,11 @@ class Baseline:
         )
 
     def with_backups(self, subject: Subject) -> Baseline:
-        """The same, with the host bytes of now: backups that are kept stay from then on."""
-        return replace(self, books={**self.books, _HOST: subject.sleeper.backup_bytes})
+        """The same once backups are kept: as many as now, or encoded at most what they encode."""
+        if not subject.compresses:
+            return replace(self, books={**self.books, _HOST: subject.sleeper.backup_bytes})
+        others = {name: value for name, value in self.books.items() if name != _HOST}
+        return replace(self, books=others, most_backups=self.books["mapped_bytes"])
 
 
 def books(subject: Subject) -> dict[str, int]:
@@ -51,9 +58,14 @@ def books(subject: Subject) -> dict[str, int]:
 
 def check_books(subject: Subject, baseline: Baseline) -> Iterator[Finding]:
     """Everything is awake: the books must be those of the start."""
-    for name, now in books(subject).items():
-        if now != (start := baseline.books[name]):
-            yield Finding(Gate.BOOKS, f"{name}: {now:,} after the wake, {start:,} at the start")
+    now = books(subject)
+    for name, start in baseline.books.items():
+        if now[name] != start:
+            text = f"{name}: {now[name]:,} after the wake, {start:,} at the start"
+            yield Finding(Gate.BOOKS, text)
+    most = baseline.most_backups
+    if most is not None and now[_HOST] > most:
+        yield Finding(Gate.BOOKS, f"{_HOST}: {now[_HOST]:,} of backups, {most:,} that they encode")
 
 
 def check_asleep(subject: Subject) -> Iterator[Finding]:

@@ -45,6 +45,8 @@ class Subject:
         self.device = setup.platform.device(setup.device)
         self.retains = setup.retain
         """Whether backups are meant to stay over a wake."""
+        self.compresses = setup.compress is not None
+        """Whether their size depends on what they hold."""
         self.others_mapped = self.device.counters().mapped_bytes
         """Bytes that others had mapped on the device before this engine was there."""
         self.sleeper = self.manager_type(

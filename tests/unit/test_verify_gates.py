@@ -288,6 +288,22 @@ def test_backups_that_stay_after_the_wake_are_caught(setup: Setup) -> None:
     assert any(f.text.startswith("host bytes") for f in level_1.findings)
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_retained_backups_stay_as_large_as_what_they_encode_at_most(
+    setup: Setup, grows: bool
+) -> None:
+    class Hoarding(SleepManager):
+        @property
+        def backup_bytes(self) -> int:
+            return super().backup_bytes + (1 << 30) * (grows and not self.is_sleeping)
+
+    kept = replace(setup, retain=True, compress="zstd")
+    cycles = run(kept, subject_of(manager=Hoarding), "cycles")["cycles"]
+    found = [f.text for f in cycles.findings if f.text.startswith("host bytes")]
+    assert bool(found) is grows
+    assert all("that they encode" in text for text in found)
+
+
 def test_a_sleep_that_keeps_a_tag_mapped_is_caught(setup: Setup) -> None:
     class Keeping(SleepManager):
         def sleep(self, level: int = 1, *, policy: Any = None, park: bool = False) -> SleepReport:
