@@ -15,7 +15,7 @@ CPP_FILES := $(wildcard hal/native/*.cpp hal/native/*.h hal/*/*.cpp hal/*/*.h te
 SOURCE_VIEW := build/source-view
 
 .DEFAULT_GOAL := help
-.PHONY: help verify test pytest unit contract integrations vllm matrix lint typecheck format sanitize bench clean
+.PHONY: help verify test pytest unit contract integrations vllm interpreted matrix lint typecheck format sanitize bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | column -t -s: -l2
@@ -42,6 +42,9 @@ integrations: $(STAMPS)/tools $(STAMPS)/package  ## real models, processes and c
 
 vllm: $(STAMPS)/tools $(STAMPS)/package  ## the vLLM plugin with real engines on the host, in an environment of its own
 	bash ci/vllm.sh $(abspath $(BIN)/python) $(ARGS)
+
+interpreted: $(STAMPS)/tools $(STAMPS)/package  ## the Triton kernels in Triton's interpreter, in vLLM's environment
+	bash ci/interpreted.sh $(abspath $(BIN)/python) $(ARGS)
 
 matrix: $(STAMPS)/package  ## the matrix and a soak on the host and over emulated devices
 	@export PYTHON=$(abspath $(BIN)/python) OMP_NUM_THREADS=1; bash ci/cpu.sh matrix backups soak & host=$$!; \
