@@ -22,6 +22,7 @@ from torch import Tensor
 from hal.core.kernels.launching import multiprocessors, runs_triton
 from hal.core.kernels.scratch import KernelScratch
 from hal.core.workspace import TensorSpec, WorkspaceManager
+from hal.core.workspace.checked import plain
 from hal.errors import InvalidArgument
 
 ONE = 1 << 40
@@ -154,7 +155,7 @@ def _take(logits: Tensor, workspace: WorkspaceManager | None) -> Tensor:
     rows, vocabulary = logits.shape
     specs = topk_topp_specs(rows, vocabulary, logits.device)
     [scratch] = _scratch.take(logits.device, *specs, workspace=workspace, inputs=(logits,))
-    return scratch
+    return plain(scratch)
 
 
 def _kernel(device: torch.device) -> ModuleType | None:

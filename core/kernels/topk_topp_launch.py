@@ -12,7 +12,6 @@ from triton.compiler.compiler import make_backend
 
 from hal.core.kernels.launching import interpreted, multiprocessors, on_device
 from hal.core.kernels.topk_topp_triton import COUNTER_WORDS, top_k_top_p_kernel
-from hal.core.workspace.checked import plain
 
 _WORDS_BEFORE_LISTS = int(COUNTER_WORDS.value)
 _REGISTERS = 1 << 16
@@ -71,7 +70,7 @@ def launch(
     """Mask logits in place, or with `draws` write a token a row; `shape` overrides the choice."""
     rows, vocabulary = logits.shape
     shape = shape or shape_of(rows, vocabulary, logits.device)
-    words = plain(scratch).view(torch.int32).view(-1)
+    words = scratch.view(torch.int32).view(-1)
     step = words.numel() // shape.programs
     with on_device(logits.device):
         top_k_top_p_kernel[(shape.programs,)](

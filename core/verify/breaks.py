@@ -72,7 +72,8 @@ class _MovedTensor(ReferenceEngine):
     def restart(self) -> None:
         super().restart()
         with self.sleeper.pool("runtime"):
-            self.runtime = replace(self.runtime, triangle=self.runtime.triangle.clone())
+            moved = self.runtime.context_offsets.clone()
+            self.runtime = replace(self.runtime, context_offsets=moved)
 
 
 class _LeakingDevice(ReferenceEngine):

@@ -223,7 +223,7 @@ class Compute:
         if ahead is not None:
             columns = drawn.seeds, drawn.steps + ahead
             drawn = SamplerRows(*columns, drawn.temperature, drawn.top_k, drawn.top_p)
-        tokens = sample(logits, drawn, self.state.sampler_tables)
+        tokens = sample(logits, drawn, self.workspace.kernels)
         return torch.stack((tokens, logprob_bits(logits, tokens)))
 
 

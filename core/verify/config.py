@@ -50,7 +50,7 @@ _STORAGE = {
 class ModelConfig:
     """Sizes of the model; `positions` bounds prompt and output together."""
 
-    vocabulary: int = 2048
+    vocabulary: int = 1024
     hidden: int = 128
     layers: int = 3
     heads: int = 4

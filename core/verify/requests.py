@@ -11,6 +11,8 @@ ROUND = 553
 """Requests a round: more than eight batches of 64, and the last one is not full."""
 
 _PREFIXES, _PREFIX_TOKENS, _SHARED = 4, 8, 0.3
+_EXPONENT = 0x7F800000
+"""The bits of a float32 that are all set in NaN and infinities."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class Completion:
     tokens: tuple[int, ...]
     logprob_bits: tuple[int, ...]
     prompt_logprob_bits: tuple[int, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every log-probability is a number."""
+        bits = (*self.logprob_bits, *self.prompt_logprob_bits)
+        return all(each & _EXPONENT != _EXPONENT for each in bits)
 
     @property
     def logprobs(self) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
@@ -280,6 +280,9 @@ class _CaseRun:
             raise StateError(f"not served, since {', '.join(wild)} would be read as indices")
 
     def _learn(self, completions: Completions) -> None:
+        wild = [request for request, done in completions.items() if not done.is_finite]
+        if wild:  # scratch that was read before it was written is as wild in every round
+            self.note([_wild(wild)])
         self.reference.learn(completions)
         if self.reference.complete:
             self.unstable = len(self.reference.unstable)
@@ -465,11 +468,25 @@ def _damage(damaged: Mapping[int, tuple[str, ...]], compared: int) -> Finding:
     """One finding for a round: how many requests differ, in what, and the first of them."""
     parts = sorted({part for found in damaged.values() for part in found})
     first = tuple(sorted(damaged)[:SHOWN_REQUESTS])
-    more = ", …" if len(damaged) > len(first) else ""
     text = (
         f"{len(damaged)} of {compared} requests differ from the awake round ({', '.join(parts)}): "
-        f"requests {', '.join(map(str, first))}{more}"
+        f"{_listed(damaged)}"
     )
+    return Finding(Gate.REQUESTS, text, requests=first)
+
+
+def _listed(requests: Collection[int]) -> str:
+    """The first of some requests, by number."""
+    first = sorted(requests)[:SHOWN_REQUESTS]
+    more = ", …" if len(requests) > len(first) else ""
+    return f"requests {', '.join(map(str, first))}{more}"
+
+
+def _wild(requests: Sequence[int]) -> Finding:
+    """One finding for a reference round whose log-probabilities are no numbers."""
+    first = tuple(sorted(requests)[:SHOWN_REQUESTS])
+    text = f"{len(requests)} requests have log-probabilities that are not finite: "
+    text += _listed(requests)
     return Finding(Gate.REQUESTS, text, requests=first)
 
 

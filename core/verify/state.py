@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hal.core.kernels.mla_decode import reserve_mla_decode
+from hal.core.kernels.topk_topp import reserve_topk_topp
 from hal.core.sleep import SleepManager
 from hal.core.tags import WORKSPACE
 from hal.core.verify.attention import PagedCache
@@ -15,7 +16,7 @@ from hal.core.verify.config import Architecture, ModelConfig
 from hal.core.verify.layers import StateSlots
 from hal.core.verify.model import LayerCache
 from hal.core.verify.requests import Shape
-from hal.core.verify.sampler import SamplerRows, SamplerTables
+from hal.core.verify.sampler import SamplerRows
 from hal.core.workspace import WorkspaceManager
 from hal.errors import StateError
 
@@ -85,6 +86,11 @@ class EngineConfig:
     def widest_batch(self) -> int:
         """Tokens of the larger of the two kinds of batch, padding included."""
         return max(self.rows * self.step_tokens, self.prefill_rows * self.chunk)
+
+    @property
+    def sampled_rows(self) -> int:
+        """Tokens that are sampled at once, at most."""
+        return max(self.rows * self.step_tokens, self.prefill_rows)
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:
@@ -186,13 +192,10 @@ class RuntimeState:
     context_offsets: Tensor
     prompt_offsets: Tensor
     padding_slots: Tensor
-    ranks: Tensor
-    triangle: Tensor
 
     @classmethod
     def build(cls, config: EngineConfig, device: torch.device) -> RuntimeState:
         """Allocate on `device`, in whatever pool scope is open."""
-        tables = SamplerTables.build(device)
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -214,18 +217,12 @@ class RuntimeState:
             context_offsets=torch.arange(config.context, device=device),
             prompt_offsets=torch.arange(config.chunk, device=device),
             padding_slots=torch.arange(config.widest_batch, device=device),
-            ranks=tables.ranks,
-            triangle=tables.triangle,
         )
 
     @property
     def named(self) -> dict[str, Tensor]:
         """Every tensor by field name."""
         return dict(vars(self))
-
-    @property
-    def sampler_tables(self) -> SamplerTables:
-        return SamplerTables(self.ranks, self.triangle)
 
     def sampler_rows(self, rows: Tensor) -> SamplerRows:
         """The sampling parameters of int64 [n] rows."""
@@ -291,6 +288,7 @@ class Workspace:
 def _kernel_scratch(config: EngineConfig, sleeper: SleepManager) -> WorkspaceManager:
     """Room for the largest call of each kernel; it is there before any step, or it never is."""
     model, kernels = config.model, WorkspaceManager.of(sleeper)
+    reserve_topk_topp(kernels, vocabulary=model.vocabulary, max_num_seqs=config.sampled_rows)
     if model.has_mla_decode:
         reserve_mla_decode(
             kernels,

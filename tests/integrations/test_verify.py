@@ -138,7 +138,7 @@ NAMED = {
         ("requests", "requests differ from the awake round"),
     ],
     "moved-tensor": [
-        ("address", "runtime.triangle is at"),
+        ("address", "runtime.context_offsets is at"),
     ],
     "kept-backups": [
         ("books", "host bytes"),

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hal.core import BackupOptions, SleepManager
@@ -271,6 +273,21 @@ def test_draws_follow_the_probabilities() -> None:
     found = tokens.bincount(minlength=5) / count
     assert (found - chances).abs().max() < 0.03
     assert found[2] == 0
+
+
+def splitmix64(seed: int, step: int) -> int:
+    """The generator's published form, on unsigned numbers."""
+    mask = (1 << 64) - 1
+    state = (seed + (step + 1) * 0x9E3779B97F4A7C15) & mask
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return state ^ (state >> 31)
+
+
+@given(st.integers(0, 2**62 - 1), st.integers(0, 1000))
+def test_draw_bits_are_splitmix64s(seed: int, step: int) -> None:
+    found = draw_bits(torch.tensor([seed]), torch.tensor([step])).item()
+    assert found == splitmix64(seed, step) >> 33
 
 
 def test_draw_bits_spread_over_their_range() -> None:

@@ -15,18 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hal.core import BackupOptions, SleepManager
+from hal.core.kernels.topk_topp import cached_scratch_bytes
 from hal.core.verify.blocks import BlockPool
 from hal.core.verify.engine import ReferenceEngine
 from hal.core.verify.model import ModelConfig, Transformer
 from hal.core.verify.requests import Completion, Request, differences, workload
-from hal.core.verify.sampler import (
-    CANDIDATES,
-    SamplerRows,
-    SamplerTables,
-    sample,
-    uniform,
-)
+from hal.core.verify.sampler import SamplerRows, sample
 from hal.core.verify.state import EngineConfig
+from hal.core.workspace import WorkspaceManager
 from hal.cpu.platform import CpuPlatform
 from hal.errors import AsleepError, DirtyError, StateError
 
@@ -179,7 +175,7 @@ def test_the_workload_fits_its_shape() -> None:
         assert SMALL.shape.prompt[0] <= len(request.prompt) <= SMALL.shape.prompt[1]
         assert SMALL.shape.output[0] <= request.output_tokens <= SMALL.shape.output[1]
         assert all(0 <= token < SMALL.model.vocabulary for token in request.prompt)
-        assert 1 <= request.top_k <= CANDIDATES
+        assert 1 <= request.top_k <= SMALL.model.vocabulary
 
 
 # ---- bits ----------------------------------------------------------------------------------------
@@ -228,28 +224,10 @@ def rows(count: int, **values: object) -> SamplerRows:
     )
 
 
-TABLES = SamplerTables.build(torch.device("cpu"))
-
-
-def splitmix64(seed: int, step: int) -> int:
-    """The generator's published form, on unsigned numbers."""
-    mask = (1 << 64) - 1
-    state = (seed + (step + 1) * 0x9E3779B97F4A7C15) & mask
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-    return state ^ (state >> 31)
-
-
-@given(st.integers(0, 2**62 - 1), st.integers(0, 1000))
-def test_uniform_is_splitmix64(seed: int, step: int) -> None:
-    found = uniform(torch.tensor([seed]), torch.tensor([step])).item()
-    assert found == (splitmix64(seed, step) >> 40) / (1 << 24)
-
-
 def test_draws_follow_the_probabilities() -> None:
     count = 20_000
     logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(1)).expand(count, -1)
-    tokens = sample(logits, rows(count, temperature=0.7, top_k=5), TABLES)
+    tokens = sample(logits, rows(count, temperature=0.7, top_k=5), WorkspaceManager("cpu"))
     best = logits[0].topk(5)
     chances = dict(
         zip(best.indices.tolist(), (best.values / 0.7).softmax(-1).tolist(), strict=True)
@@ -264,11 +242,21 @@ def test_draws_follow_the_probabilities() -> None:
 @settings(max_examples=40)
 def test_draws_stay_inside_top_k_and_top_p(seed: int, top_k: int, top_p: float) -> None:
     logits = torch.randn(32, 100, generator=torch.Generator().manual_seed(seed)) * 3
-    tokens = sample(logits, rows(32, top_k=top_k, top_p=top_p), TABLES)
+    tokens = sample(logits, rows(32, top_k=top_k, top_p=top_p), WorkspaceManager("cpu"))
     for row, token in zip(logits, tokens.tolist(), strict=True):
         ordered = row.topk(top_k)
         before = ordered.values.softmax(-1).double().cumsum(0) - ordered.values.softmax(-1)
         assert token in ordered.indices[before < top_p + 1e-6].tolist()
+
+
+def test_samples_take_their_scratch_from_the_workspace(engine: ReferenceEngine) -> None:
+    cached = cached_scratch_bytes(engine.device)
+    serve(engine, REQUESTS)
+    kernels = engine.workspace.kernels
+    assert kernels.is_locked
+    assert "topk_topp" in [slot.high_water_owner for slot in kernels.report().slots]
+    assert kernels.report().unreserved == ()
+    assert cached_scratch_bytes(engine.device) == cached
 
 
 # ---- blocks --------------------------------------------------------------------------------------

@@ -254,11 +254,11 @@ def test_changed_contents_are_named_with_tag_and_segment(setup: Setup) -> None:
     class Scribbling(ReferenceEngine):
         def restart(self) -> None:
             super().restart()
-            self.runtime.ranks[3] = 99
+            self.runtime.context_offsets[3] = 0
 
     level_1 = run(setup, subject_of(Scribbling), "level-1")["level-1"]
     contents = [f for f in level_1.findings if f.gate is Gate.CONTENTS]
-    assert [(f.tensor, f.tag) for f in contents] == [("runtime.ranks", "runtime")]
+    assert [(f.tensor, f.tag) for f in contents] == [("runtime.context_offsets", "runtime")]
     assert contents[0].segment is not None
 
 
@@ -302,6 +302,21 @@ def test_retained_backups_stay_as_large_as_what_they_encode_at_most(
     found = [f.text for f in cycles.findings if f.text.startswith("host bytes")]
     assert bool(found) is grows
     assert all("that they encode" in text for text in found)
+
+
+def test_scratch_that_is_read_before_it_is_written_is_caught(setup: Setup) -> None:
+    """It is poisoned in every round alike, so that no two rounds differ."""
+
+    class Careless(ReferenceEngine):
+        def _decode(self, decoding: Any) -> None:
+            self._models.target.norm.weight.fill_(torch.nan)
+            super()._decode(decoding)
+
+    awake = run(setup, subject_of(Careless), "awake")["awake"]
+    assert awake.damaged == 0
+    [found] = [f for f in awake.findings if f.gate is Gate.REQUESTS]
+    assert "not finite" in found.text
+    assert found.requests
 
 
 def test_a_sleep_that_keeps_a_tag_mapped_is_caught(setup: Setup) -> None:
@@ -505,8 +520,8 @@ def damaged(setup: Setup) -> VerifyReport:
     class Scribbling(ReferenceEngine):
         def restart(self) -> None:
             super().restart()
-            self.runtime.triangle.fill_(0)
-            self.runtime.ranks.fill_(0)
+            self.runtime.context_offsets.fill_(0)
+            self.runtime.prompt_offsets.fill_(0)
 
     return report_of(tuple(run(setup, subject_of(Scribbling), "level-1", "double-wake").values()))
 
@@ -518,7 +533,7 @@ def test_a_report_is_plain_values(damaged: VerifyReport) -> None:
     assert [case["passed"] for case in value["cases"]] == [True, False, False]
     finding = value["cases"][1]["findings"][0]
     assert finding["gate"] == "contents"
-    assert finding["tensor"] == "runtime.ranks"
+    assert finding["tensor"] == "runtime.context_offsets"
     assert finding["tag"] == "runtime"
     assert re.fullmatch("0x[0-9a-f]+", finding["segment"])
 
@@ -529,7 +544,7 @@ def test_a_report_without_cases_is_no_pass() -> None:
 
 def test_tensors_of_one_kind_share_a_line(damaged: VerifyReport) -> None:
     lines = plain(damaged)
-    contents = [line for line in lines if line.startswith("contents: runtime.ranks")]
+    contents = [line for line in lines if line.startswith("contents: runtime.context_offsets")]
     assert len(contents) == 1
     assert "(and 1 more tensor) [level-1 and 1 more case]" in contents[0]
 
