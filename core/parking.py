@@ -44,6 +44,10 @@ final.
 HOST_MARGIN = 64 * _MIB
 LOCK_SECONDS = 10.0
 """How long calls that other threads have in the driver may take to end."""
+EXIT_SECONDS = 60.0
+"""How long a parked process that ends waits for the room that its way back takes: what runs at its
+end may call the driver, and would wait there for ever.
+"""
 _POLL_SECONDS = 0.02
 _HELPERS = 3
 """How many helpers may be lost in one transition."""
@@ -358,7 +362,7 @@ def _unpark_at_exit() -> None:
 
 def _leave() -> None:
     try:
-        PROCESS.unpark({}, 0.0)
+        PROCESS.unpark({}, time.monotonic() + EXIT_SECONDS)
     except HalError as error:
         warnings.warn(f"the process ends parked: {error}", stacklevel=1)
     PROCESS.close()

@@ -300,6 +300,37 @@ def test_without_device_memory_no_restore_is_tried(
     assert emulated.refused_calls == 0
 
 
+def test_a_process_that_ends_parked_waits_for_the_room_to_come_back(
+    sleeper: SleepManager, emulated: EmulatedProcess, platform: EmulatedCudaPlatform
+) -> None:
+    fill(sleeper, "weights", 1)
+    sleeper.sleep(park=True)
+    platform.taken = platform.emulated_total - 100 * MIB
+    other = threading.Timer(0.1, lambda: setattr(platform, "taken", 0))
+    other.start()
+    parking._leave()
+    other.join()
+    assert emulated.state == RUNNING
+    sleeper.wake_up()
+
+
+def test_a_process_that_ends_without_that_room_says_so(
+    sleeper: SleepManager,
+    emulated: EmulatedProcess,
+    platform: EmulatedCudaPlatform,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fill(sleeper, "weights", 1)
+    sleeper.sleep(park=True)
+    monkeypatch.setattr(parking, "EXIT_SECONDS", 0.05)
+    platform.taken = platform.emulated_total - 100 * MIB
+    with pytest.warns(UserWarning, match="the process ends parked"):
+        parking._leave()
+    assert emulated.state == CHECKPOINTED
+    platform.taken = 0
+    sleeper.wake_up()
+
+
 def test_a_restore_that_fails_is_final(
     sleeper: SleepManager,
     emulated: EmulatedProcess,
