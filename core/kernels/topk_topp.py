@@ -31,6 +31,8 @@ UNIT = 1 << 31
 """Probabilities and draws are multiples of 1 / 2^31."""
 HOST_ROWS = 16
 """Rows that the plain-torch reference sorts at a time."""
+_WHOLE_VECTORS = 32
+"""Places that the host weighs together: what remains beyond them has other last bits there."""
 _scratch = KernelScratch("topk_topp")
 
 # splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014),
@@ -87,11 +89,9 @@ def sample_top_k_top_p(
         if (kernel := _kernel(logits.device)) is not None:
             kernel.launch(logits, k, p, draws, tokens, scratch)
         else:
+            draw = _draw_on_host if logits.device.type == "cpu" else _draw_reference
             for part in _parts(logits):
-                found = _draw_reference(
-                    logits[part], _of(k, part), _of(p, part), draws[part], scratch
-                )
-                tokens[part] = found
+                tokens[part] = draw(logits[part], _of(k, part), _of(p, part), draws[part], scratch)
     return tokens
 
 
@@ -182,48 +182,89 @@ def _of(values: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _mask_reference(logits: Tensor, k: Tensor | None, p: Tensor | None, scratch: Tensor) -> None:
-    order, weights = _sorted_weights(logits, scratch)
-    kept = _kept(weights, k, p)
+    order, _, kept = _kept(logits, k, p, scratch, logits.shape[1])
     removed = torch.empty_like(kept).scatter_(1, order, ~kept)
     limited = removed.any(1, keepdim=True)
     logits.masked_fill_(removed | (limited & logits.isnan()), -torch.inf)
 
 
-def _draw_reference(
+@torch.library.custom_op(
+    "hal::draw_top_k_top_p",
+    mutates_args=("scratch",),
+    device_types="cpu",
+    schema="(Tensor logits, Tensor? k, Tensor? p, Tensor draws, Tensor(a!) scratch) -> Tensor",
+)
+def _draw_on_host(
     logits: Tensor, k: Tensor | None, p: Tensor | None, draws: Tensor, scratch: Tensor
 ) -> Tensor:
-    order, weights = _sorted_weights(logits, scratch)
-    weights = weights.where(_kept(weights, k, p), 0)
-    running = torch.empty_like(weights).scatter_(1, order, weights).cumsum(1)
+    """One operator, since it looks at k: what replays it looks again."""
+    return _draw_reference(logits, k, p, draws, scratch, _places(k, logits.shape[1]))
+
+
+def _draw_reference(
+    logits: Tensor,
+    k: Tensor | None,
+    p: Tensor | None,
+    draws: Tensor,
+    scratch: Tensor,
+    places: int | None = None,
+) -> Tensor:
+    order, weights, kept = _kept(logits, k, p, scratch, places or logits.shape[1])
+    by_index = torch.zeros_like(logits, dtype=torch.int64)
+    running = by_index.scatter_(1, order, weights.where(kept, 0)).cumsum(1)
     drawn = _share(running[:, -1], draws).unsqueeze(1)
     return (running <= drawn).sum(1).where(running[:, -1] > 0, 0)
 
 
-def _sorted_weights(logits: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices of each row in its order, and the fixed-point weights in that order."""
-    x = scratch[: len(logits)].copy_(logits)
-    limits = torch.finfo(torch.float32)
-    x.nan_to_num_(nan=-torch.inf, posinf=limits.max, neginf=-torch.inf)
-    values, order = x.sort(dim=1, descending=True, stable=True)
-    top = values[:, :1].clamp_min(limits.min)
-    return order, torch.exp2((values - top) * (1 / math.log(2))).mul_(ONE).to(torch.int64)
-
-
-def _kept(weights: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
-    """Which places of rows in order pass: a prefix of each."""
-    vocabulary = weights.shape[1]
-    place = torch.arange(vocabulary, device=weights.device)
+def _kept(
+    logits: Tensor, k: Tensor | None, p: Tensor | None, scratch: Tensor, places: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first places of each row's order, which hold all that may stay: their indices, their
+    fixed-point weights, and which of them pass, a prefix.
+    """
+    order, weights = _sorted_weights(logits, places, scratch)
+    place = torch.arange(places, device=weights.device)
     kept = torch.ones_like(weights, dtype=torch.bool)
     if k is not None:
-        limit = k.where((k > 0) & (k < vocabulary), vocabulary).unsqueeze(1)
-        kept &= place < limit
+        kept &= place < _limits(k, logits.shape[1]).unsqueeze(1)
     if p is not None:
         running = weights.where(kept, 0).cumsum(1)
         parts = (p.clamp(0, 1) * UNIT).to(torch.int64)
         target = _share(running[:, -1], parts).clamp_min_(1).unsqueeze(1)
         before = running - weights.where(kept, 0)
         kept &= (before < target) | (parts >= UNIT).unsqueeze(1)
-    return kept
+    return order, weights, kept
+
+
+def _limits(k: Tensor, vocabulary: int) -> Tensor:
+    return k.where((k > 0) & (k < vocabulary), vocabulary)
+
+
+def _places(k: Tensor | None, vocabulary: int) -> int:
+    """How many places of the order may stay, in whole vectors."""
+    most = vocabulary if k is None else int(_limits(k, vocabulary).max())
+    return min(vocabulary, -(-most // _WHOLE_VECTORS) * _WHOLE_VECTORS)
+
+
+def _sorted_weights(logits: Tensor, places: int, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices of each row in its order, and the fixed-point weights in that order."""
+    x = scratch[: len(logits)].copy_(logits)
+    limits = torch.finfo(torch.float32)
+    x.nan_to_num_(nan=-torch.inf, posinf=limits.max, neginf=-torch.inf)
+    if places < x.shape[1]:
+        order = _keys(x).topk(places).indices
+        values = x.gather(1, order)
+    else:
+        values, order = x.sort(dim=1, descending=True, stable=True)
+    top = values[:, :1].clamp_min(limits.min)
+    return order, torch.exp2((values - top) * (1 / math.log(2))).mul_(ONE).to(torch.int64)
+
+
+def _keys(x: Tensor) -> Tensor:
+    """int64, of which no two in a row are equal: by value, then the lowest index first."""
+    bits = (x + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it is equal to
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats rise as their bits fall
+    return (rising.long() << 32) | torch.arange(x.shape[1] - 1, -1, -1, device=x.device)
 
 
 def _share(total: Tensor, parts: Tensor) -> Tensor:

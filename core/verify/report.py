@@ -17,7 +17,7 @@ class Gate(enum.Enum):
     """What a finding fell short of."""
 
     REQUESTS = "requests"
-    """Tokens and log-probabilities equal the awake reference, bit for bit."""
+    """Tokens and log-probabilities equal the awake reference, bit for bit, and all are finite."""
     CONTENTS = "contents"
     """Registered weights and runtime tensors hold the bytes that they slept with."""
     PLACEMENT = "placement"

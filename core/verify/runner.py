@@ -280,9 +280,7 @@ class _CaseRun:
             raise StateError(f"not served, since {', '.join(wild)} would be read as indices")
 
     def _learn(self, completions: Completions) -> None:
-        wild = [request for request, done in completions.items() if not done.is_finite]
-        if wild:  # scratch that was read before it was written is as wild in every round
-            self.note([_wild(wild)])
+        self._expect_finite(completions)
         self.reference.learn(completions)
         if self.reference.complete:
             self.unstable = len(self.reference.unstable)
@@ -299,6 +297,16 @@ class _CaseRun:
         self.damaged += len(damaged)
         if damaged:
             self.note([_damage(damaged, len(self.requests) - len(unstable))])
+        self._expect_finite(completions)
+
+    def _expect_finite(self, completions: Completions) -> None:
+        """Scratch that is read before it is written may hold the same NaN in every round, which
+        then do not differ.
+        """
+        wild = [request for request, done in completions.items() if not done.is_finite]
+        if wild:
+            text = f"{len(wild)} requests have log-probabilities that are not finite"
+            self.note([_of_requests(text, wild)])
 
     # -- sleep and wake
 
@@ -467,27 +475,16 @@ class _CaseRun:
 def _damage(damaged: Mapping[int, tuple[str, ...]], compared: int) -> Finding:
     """One finding for a round: how many requests differ, in what, and the first of them."""
     parts = sorted({part for found in damaged.values() for part in found})
-    first = tuple(sorted(damaged)[:SHOWN_REQUESTS])
-    text = (
-        f"{len(damaged)} of {compared} requests differ from the awake round ({', '.join(parts)}): "
-        f"{_listed(damaged)}"
-    )
-    return Finding(Gate.REQUESTS, text, requests=first)
+    text = f"{len(damaged)} of {compared} requests differ from the awake round ({', '.join(parts)})"
+    return _of_requests(text, damaged)
 
 
-def _listed(requests: Collection[int]) -> str:
-    """The first of some requests, by number."""
-    first = sorted(requests)[:SHOWN_REQUESTS]
-    more = ", …" if len(requests) > len(first) else ""
-    return f"requests {', '.join(map(str, first))}{more}"
-
-
-def _wild(requests: Sequence[int]) -> Finding:
-    """One finding for a reference round whose log-probabilities are no numbers."""
+def _of_requests(text: str, requests: Collection[int]) -> Finding:
+    """A finding that names the first of its requests."""
     first = tuple(sorted(requests)[:SHOWN_REQUESTS])
-    text = f"{len(requests)} requests have log-probabilities that are not finite: "
-    text += _listed(requests)
-    return Finding(Gate.REQUESTS, text, requests=first)
+    more = ", …" if len(requests) > len(first) else ""
+    listed = ", ".join(map(str, first))
+    return Finding(Gate.REQUESTS, f"{text}: requests {listed}{more}", requests=first)
 
 
 def _names(tags: Iterable[str]) -> str:

@@ -208,7 +208,8 @@ class RuntimeState:
             seeds=integers(config.rows),
             steps=integers(config.rows),
             temperature=torch.ones(config.rows, device=device),
-            top_k=integers(config.rows),
+            # Of rows that were never used: the least to order.
+            top_k=torch.ones(config.rows, dtype=torch.int64, device=device),
             top_p=torch.ones(config.rows, device=device),
             adapters=integers(config.rows),
             prefill_tokens=integers(config.prefill_rows, config.chunk),

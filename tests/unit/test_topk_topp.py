@@ -275,6 +275,20 @@ def test_draws_follow_the_probabilities() -> None:
     assert found[2] == 0
 
 
+@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows.name)
+def test_the_host_orders_no_more_than_k_needs(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's own result stays what a sort of all of it gives, whatever k its neighbours have."""
+    logits = rows.make(1024).repeat(4, 1)
+    logits[1] = torch.where(torch.arange(1024) % 2 == 0, 0.0, -0.0)
+    logits[2, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.inf, 1e-40])
+    k, p = ints(1, 64, 33, 5, 20, 100, 3, 8), torch.full((8,), 0.9)
+    draws = draw_bits(torch.arange(8), torch.arange(8))
+
+    few = sample_top_k_top_p(logits, k, p, draws)
+    monkeypatch.setattr(topk_topp, "_places", lambda k, vocabulary: vocabulary)
+    assert torch.equal(few, sample_top_k_top_p(logits, k, p, draws))
+
+
 def splitmix64(seed: int, step: int) -> int:
     """The generator's published form, on unsigned numbers."""
     mask = (1 << 64) - 1

@@ -37,6 +37,7 @@ SMALL = EngineConfig(
     blocks=80,
 )
 REQUESTS = workload(16, SMALL.shape)
+NAN_BITS = 0x7FC00000
 
 
 class Silent:
@@ -304,19 +305,40 @@ def test_retained_backups_stay_as_large_as_what_they_encode_at_most(
     assert all("that they encode" in text for text in found)
 
 
-def test_scratch_that_is_read_before_it_is_written_is_caught(setup: Setup) -> None:
-    """It is poisoned in every round alike, so that no two rounds differ."""
+class _ReadsScratch(ReferenceEngine):
+    """Its log-probabilities are NaN in every round alike, as of poison that nothing overwrote."""
 
-    class Careless(ReferenceEngine):
-        def _decode(self, decoding: Any) -> None:
-            self._models.target.norm.weight.fill_(torch.nan)
-            super()._decode(decoding)
+    def _append(self, running: Any, sampled: torch.Tensor) -> None:
+        sampled[1] = NAN_BITS
+        super()._append(running, sampled)
 
-    awake = run(setup, subject_of(Careless), "awake")["awake"]
-    assert awake.damaged == 0
-    [found] = [f for f in awake.findings if f.gate is Gate.REQUESTS]
-    assert "not finite" in found.text
-    assert found.requests
+
+def test_log_probabilities_that_are_no_numbers_are_caught_where_no_round_differs(
+    setup: Setup,
+) -> None:
+    results = run(setup, subject_of(_ReadsScratch), "awake", "level-1")
+    for result in results.values():
+        assert result.damaged == result.unstable == 0
+        [found] = result.findings
+        assert found.gate is Gate.REQUESTS
+        assert found.text.startswith("16 requests have log-probabilities that are not finite")
+        assert found.requests == (0, 1, 2, 3, 4)
+
+
+def test_a_request_that_is_not_compared_still_has_to_be_finite(setup: Setup) -> None:
+    class Unstable(_FlipsLogprobs):
+        def _flip(self, done: Completion) -> Completion:
+            flipped = super()._flip(done)
+            if done.request not in self.flipped or not self.sleeper.wake_count:
+                return flipped
+            return replace(done, logprob_bits=(NAN_BITS, *done.logprob_bits[1:]))
+
+    results = run(setup, subject_of(Unstable), "awake", "level-1")
+    level_1 = results["level-1"]
+    assert results["awake"].passed
+    assert level_1.damaged == 0
+    assert [(f.gate, f.requests) for f in level_1.findings] == [(Gate.REQUESTS, (3,))]
+    assert "not finite" in level_1.findings[0].text
 
 
 def test_a_sleep_that_keeps_a_tag_mapped_is_caught(setup: Setup) -> None:
