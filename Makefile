@@ -47,8 +47,9 @@ interpreted: $(STAMPS)/tools $(STAMPS)/package  ## the Triton kernels in Triton'
 	bash ci/interpreted.sh $(abspath $(BIN)/python) $(ARGS)
 
 matrix: $(STAMPS)/package  ## the matrix and a soak on the host and over emulated devices
-	@export PYTHON=$(abspath $(BIN)/python) OMP_NUM_THREADS=1; bash ci/cpu.sh matrix backups soak & host=$$!; \
-	  bash ci/emulated.sh; emulated=$$?; wait $$host && exit $$emulated
+	@export PYTHON=$(abspath $(BIN)/python) OMP_NUM_THREADS=1; \
+	  (bash ci/cpu.sh matrix backups soak && OUT=build/emulated-xpu bash ci/emulated.sh xpu) & host=$$!; \
+	  bash ci/emulated.sh cuda rocm; emulated=$$?; wait $$host && exit $$emulated
 
 lint: $(STAMPS)/tools  ## style of Python and C++
 	$(BIN)/ruff check .
