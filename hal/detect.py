@@ -5,7 +5,6 @@ Nothing here opens a device or creates a device context, so that a process may d
 
 from __future__ import annotations
 
-import ctypes
 import glob
 import importlib
 import importlib.metadata
@@ -14,10 +13,10 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hal.errors import NoPlatformError, UnknownPlatformError
+from hal.libraries import bundled, loads
 
 if TYPE_CHECKING:
     from hal.platform import Platform
@@ -56,22 +55,12 @@ class Vendor:
         """Whether a device file is there and the driver's library too, initialising nothing."""
         if not any(glob.glob(pattern) for pattern in self.device_nodes):
             return False
-        return self._is_bundled() or any(map(_loads, self.libraries))
+        return self._is_bundled() or any(map(loads, self.libraries))
 
     def _is_bundled(self) -> bool:
-        """Whether a package brings the library; it is not loaded here, the package does that."""
-        specs = (importlib.util.find_spec(name) for name in self.bundled_in)
-        folders = (Path(spec.origin).with_name("lib") for spec in specs if spec and spec.origin)
-        stems = [name.partition(".so")[0] for name in self.libraries]
-        return any(any(folder.glob(f"{stem}*.so*")) for folder in folders for stem in stems)
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
+        """Whether a package brings the library."""
+        stems = (name.partition(".so")[0] for name in self.libraries)
+        return any(bundled(self.bundled_in, stem) for stem in stems)
 
 
 VENDORS = (

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hal.libraries import bundled, loads
 from hal.rocm import kfd, smi, telemetry
 from hal.rocm.visibility import HIP_LISTS, RUNTIME_LIST
 from hal.torch_build import torch_build
@@ -62,8 +61,8 @@ def _why_none_visible(count: int) -> str:
 def _why_no_runtime() -> str:
     named = os.environ.get(VARIABLE)
     if named:
-        return "" if _loads(named) else f"{VARIABLE}={named!r} names no library that loads"
-    if _bundled_runtimes() or any(_loads(name) for name in RUNTIMES):
+        return "" if loads(named) else f"{VARIABLE}={named!r} names no library that loads"
+    if _bundled_runtimes() or any(loads(name) for name in RUNTIMES):
         return ""
     return (
         f"no HIP runtime was found, looked for {', '.join(RUNTIMES)} and in the packages "
@@ -73,20 +72,8 @@ def _why_no_runtime() -> str:
 
 
 def _bundled_runtimes() -> list[Path]:
-    """Runtimes that torch brings. They are not loaded here: torch does it, and there must be one
-    alone.
-    """
-    specs = (importlib.util.find_spec(name) for name in _WHEELS)
-    folders = (Path(spec.origin).with_name("lib") for spec in specs if spec and spec.origin)
-    return [path for folder in folders for path in folder.glob("libamdhip64*.so*")]
-
-
-def _loads(name: str) -> bool:
-    try:
-        ctypes.CDLL(name)
-    except OSError:
-        return False
-    return True
+    """Runtimes that torch brings."""
+    return bundled(_WHEELS, "libamdhip64")
 
 
 def _why_no_torch() -> str:

@@ -28,7 +28,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.delenv(installation.VARIABLE, raising=False)
     monkeypatch.setattr(kfd, "DEVICE_FILE", tmp_path / "dev-kfd")
     monkeypatch.setattr(kfd, "TOPOLOGY", tmp_path / "nodes")
-    monkeypatch.setattr(installation, "_loads", lambda name: False)
+    monkeypatch.setattr(installation, "loads", lambda name: False)
     monkeypatch.setattr(installation, "_bundled_runtimes", list)
     monkeypatch.setattr(installation, "torch_build", lambda: TorchBuild("2.13.0+cpu"))
     monkeypatch.setattr(smi, "installations", lambda: (tmp_path / "rocm",))
@@ -44,7 +44,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     kfd.DEVICE_FILE.touch()
     monkeypatch.setattr(kfd, "gpus", lambda: ONE)
     monkeypatch.setattr(telemetry, "visible", lambda: VisibleDevices(ONE))
-    monkeypatch.setattr(installation, "_loads", lambda name: name == "libamdhip64.so.6")
+    monkeypatch.setattr(installation, "loads", lambda name: name == "libamdhip64.so.6")
     monkeypatch.setattr(installation, "torch_build", lambda: HIP_TORCH)
 
 
@@ -113,7 +113,7 @@ def test_a_runtime_that_torch_brings_is_enough_and_is_not_loaded(
     installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(installation, "_loads", lambda name: bool(asked.append(name)))
+    monkeypatch.setattr(installation, "loads", lambda name: bool(asked.append(name)))
     monkeypatch.setattr(installation, "_bundled_runtimes", lambda: [Path("libamdhip64.so")])
     assert RocmPlatform.why_not() is None
     assert asked == [], "a second instance beside torch's would be there for good"
