@@ -3,14 +3,8 @@
 # Usage: ci/interpreted.sh PYTHON [pytest's arguments]
 # PYTHON is the environment of the other tests: it has libhal.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${1:?the python that has the package}
-library=$("$python" -P -c 'import hal.native; print(hal.native.library_path())')
-environment=${VLLM_VENV:-$root/.venv/vllm}
-bash "$root/ci/vllm_venv.sh" "$environment"
-bash "$root/ci/lay_out.sh" "$root/build/vllm/package" "$library"
-cd "$root"
-export PYTHONPATH=$root/build/vllm/package OMP_NUM_THREADS=1
+# shellcheck source=ci/vllm_environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/vllm_environment.sh"
 # Tests skip where the interpreter does not run; here it has to.
 (cd tests && "$environment/bin/python" -c '
 import sys, triton_interpreter
