@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import hal
 from hal.environment import collect
 
 SCHEMA_VERSION = 1
+_PLACES = ("json", "markdown", "peers", "workdir")
+"""Options that are paths: of the machine, not of what was measured."""
 Samples = tuple[float, ...]
 
 
@@ -123,6 +126,18 @@ def finish(
         path.write_text(json.dumps(report, indent=2) + "\n")
     console.out(_verdict(figures), highlight=False)
     return 0 if passed else 1
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report of a run that goes on, whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(report, indent=2) + "\n")
+    partial.replace(path)
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, str]:
+    """The options of a run as text, without those that say where files of this machine are."""
+    return {k: str(v) for k, v in vars(options).items() if k not in _PLACES}
 
 
 def environment(platform: hal.Platform) -> dict[str, Any]:

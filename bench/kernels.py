@@ -9,16 +9,15 @@ to be moved at least (logits read once and, for masks, written once; KV read onc
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import kernels_mla
 import kernels_sampler
-from figures import environment
+from figures import environment, write_json
 from kernel_cells import Cell, Clock, table_of
 from rich.console import Console
 
@@ -61,13 +60,6 @@ def report_of(platform: hal.Platform, clock: Clock, cells: Sequence[Cell]) -> di
     }
 
 
-def write(path: Path, report: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(report, indent=2) + "\n")
-    partial.replace(path)
-
-
 def main() -> int:
     options = parse()
     platform = hal.detect(options.platform, require_accelerator=True)
@@ -87,7 +79,7 @@ def main() -> int:
         for cell in (found.sweep if options.sweep else found.measure)(clock, options, device):
             cells.append(cell)
             if options.json:  # after each, so that a run that is cut short leaves what it has
-                write(options.json, report_of(platform, clock, cells))
+                write_json(options.json, report_of(platform, clock, cells))
     title = (
         f"kernels on {platform.capabilities.device_name}, copy {clock.copy_rate / 1e12:.2f} TB/s, "
         f"{time.monotonic() - begun:.0f} s"

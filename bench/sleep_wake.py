@@ -25,7 +25,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from figures import Figure
+from figures import Figure, settings_of, write_json
 from pools import ACCELERATOR, HOST, KV_WAKE_MILLISECONDS
 from subjects import PARTS, PEERS, SUBJECTS, Spec, nvidia_library
 
@@ -405,11 +405,11 @@ def save(options: argparse.Namespace, results: Results) -> None:
         "bench": "sleep_wake",
         "passed": not _failed(results) and not _missed(figures),
         "environment": results["link"].get("environment"),
-        "settings": {name: str(value) for name, value in vars(options).items()},
+        "settings": settings_of(options),
         "figures": [figure.as_dict() for figure in figures],
         "results": results,
     }
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(options.json, report)
 
 
 def finish(options: argparse.Namespace, results: Results, figures: Sequence[Figure]) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, finish, milliseconds
+from figures import Figure, finish, milliseconds, settings_of
 
 import hal
 
@@ -222,8 +222,7 @@ def main() -> int:
     if chosen.json:
         runs_path = chosen.json.with_name(f"{chosen.json.stem}-runs.json")
         runs_path.write_text(json.dumps(runs, indent=1))
-    settings = {k: str(v) for k, v in vars(chosen).items()}
-    status = finish("vLLM sleep", hal.detect(), entries, settings, chosen.json)
+    status = finish("vLLM sleep", hal.detect(), entries, settings_of(chosen), chosen.json)
     return status or int(any(run["status"] for run in runs.values()))
 
 
